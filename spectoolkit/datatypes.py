@@ -1,0 +1,221 @@
+"""The values that travel between models, drafters, verifiers and the loop: frozen, validated once, no behaviour.
+
+Shapes are batch first: B sequences, K draft tokens, V tokens of vocabulary. Token ids are int64; `PAD` (-1) marks a slot
+that holds no token and never reaches an embedding, a counter or an index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from spectoolkit.errors import UsageError
+
+PAD = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples; the same function of these turns target logits into p and draft logits into q.
+
+    Order of application (`functional.warp`): penalties and bias, temperature, top-k, top-p, min-p, renormalisation.
+
+    Attributes:
+        temperature: T >= 0; 0 is the one-hot row of the argmax (lowest id on ties).
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of most probable tokens whose mass reaches top_p, in (0, 1]; 1 keeps all.
+        min_p: keep tokens with probability >= min_p times the largest one, in [0, 1]; 0 keeps all.
+        repetition_penalty: > 0; positive logits of tokens seen in prompt or output are divided by it, negative
+            ones multiplied (Keskar et al., arXiv 1909.05858, equation in section 4.1); 1 is off.
+        frequency_penalty: subtracted from a logit once per occurrence of the token in the output; 0 is off.
+        presence_penalty: subtracted once from the logit of every token that occurs in the output; 0 is off.
+        logit_bias: token id -> value added to its logit.
+
+    Raises:
+        UsageError: a value outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        def need(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise UsageError(f"sampling.{name}: expected {expected}, got {getattr(self, name)!r}")
+
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            need(name, is_number, "a finite number")
+        need("temperature", self.temperature >= 0, "a number >= 0 (0 is greedy)")
+        need("top_k", isinstance(self.top_k, int) and not isinstance(self.top_k, bool) and self.top_k >= 0,
+             "an integer >= 0 (0 keeps all tokens)")  # fmt: skip
+        need("top_p", 0 < self.top_p <= 1, "a number in (0, 1] (1 keeps all tokens)")
+        need("min_p", 0 <= self.min_p <= 1, "a number in [0, 1] (0 keeps all tokens)")
+        need("repetition_penalty", self.repetition_penalty > 0, "a number > 0 (1 is off)")
+        need("logit_bias", isinstance(self.logit_bias, Mapping), "a mapping from token id to bias")
+        for token, bias in self.logit_bias.items():
+            fine = isinstance(token, int) and token >= 0 and isinstance(bias, (int, float)) and math.isfinite(bias)
+            need("logit_bias", fine, "token ids >= 0 with finite biases")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to decode.
+
+    Attributes:
+        id: unique within a run; part of the noise key, so the tokens of a request depend on it and on `seed` only,
+            never on the batch it runs in.
+        prompt: its token ids, at least one.
+        max_new_tokens: the output is cut there.
+        params: its sampling parameters.
+        seed: the other part of the noise key.
+        stop_ids: token ids (EOS among them) that end the output; the stopping token is emitted.
+        stop_strings: texts that end the output at the first token with which the decoded output contains one.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise UsageError(f"request {self.id!r}: expected a prompt of at least one token, got none")
+        if self.max_new_tokens < 1:
+            raise UsageError(f"request {self.id!r}: expected max_new_tokens >= 1, got {self.max_new_tokens}")
+        if any(not text for text in self.stop_strings):
+            raise UsageError(f"request {self.id!r}: expected non-empty stop strings, got {self.stop_strings!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class PointMass:
+    """Draft law of a deterministic drafter: each token was drawn from the one-hot row of itself. Nothing is kept."""
+
+    def bytes_per_token(self, vocab_size: int, dtype_bytes: int = 2) -> int:
+        """Bytes a server keeps per draft token between drafting and verification: 0."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Draft law whose token i of row b was drawn from `probs[b, i]`; the whole row is kept.
+
+    Attributes:
+        probs: [B, K, V], float32 or wider, rows sum to 1; rows past a proposal's length are ignored.
+    """
+
+    probs: Tensor
+
+    def bytes_per_token(self, vocab_size: int, dtype_bytes: int = 2) -> int:
+        """Bytes a server keeps per draft token between drafting and verification: V numbers of `dtype_bytes`."""
+        return vocab_size * dtype_bytes
+
+
+DraftLaw = PointMass | Dense
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The draft tokens of one step, with the law they were *drawn from*.
+
+    Attributes:
+        tokens: [B, K] ids, `PAD` from `lengths[b]` on.
+        lengths: [B], 0 <= lengths <= K; a drafter may propose nothing.
+        law: what the tokens were drawn from; never absent.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    law: DraftLaw
+
+
+@dataclass(frozen=True, slots=True)
+class Uniforms:
+    """The randomness of one verification, numbers in [0, 1).
+
+    Attributes:
+        accept: [B, K] float64, one per draft token.
+        emit: [B, K+1] float64, one per position at which a target token may be drawn.
+    """
+
+    accept: Tensor
+    emit: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verifier decided for one step.
+
+    Attributes:
+        num_accepted: [B], length of the accepted prefix of the proposal, 0 <= num_accepted <= lengths.
+        emitted: [B, K+1] ids: accepted prefix, then the recovered or bonus token if the rule emits one, then `PAD`.
+        judged_alone: [B, K] bool, whether each draft token passes its own test whatever happened before it;
+            False past a proposal's length. Feeds the unmasked acceptance rate only.
+    """
+
+    num_accepted: Tensor
+    emitted: Tensor
+    judged_alone: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One target forward pass of one request, as plain numbers.
+
+    Attributes:
+        request_id: the request.
+        step: 0, 1, ... within the request.
+        start: output tokens emitted before the step.
+        drafted: tokens in the proposal.
+        verified: length of the prefix the verifier accepted.
+        accepted: accepted tokens that were emitted: `verified` unless the output ended inside the block.
+        emitted: tokens the step added to the output.
+        truncated: whether EOS, a stop string or max_new_tokens cut the block.
+        judged_alone: per draft token, whether it passes its own test.
+        draft_s, target_s, verify_s: the row's share (1/B) of the wall time of the batch's step.
+    """
+
+    request_id: str
+    step: int
+    start: int
+    drafted: int
+    verified: int
+    accepted: int
+    emitted: int
+    truncated: bool
+    judged_alone: tuple[bool, ...]
+    draft_s: float
+    target_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request.
+
+    Attributes:
+        request: as given.
+        tokens: output ids, the stopping token included.
+        finish_reason: "stop_id", "stop_string" or "length".
+        steps: its step records, in order.
+        draft_bytes_per_token: what its draft law keeps per draft token, in bytes at bf16 (the largest over its steps).
+    """
+
+    request: Request
+    tokens: tuple[int, ...]
+    finish_reason: str
+    steps: tuple[StepRecord, ...]
+    draft_bytes_per_token: int

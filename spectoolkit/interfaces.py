@@ -1,0 +1,122 @@
+"""The contracts that models, drafters and verifiers keep. Protocols, so nothing is inherited from here.
+
+The loop (`decode`) keeps these invariants on every row b, n_b being its number of committed tokens (prompt and output):
+
+* the target's cache holds exactly the first n_b - 1 committed tokens; the last one is fed together with the drafts;
+* a proposal is scored in one forward over [last token, d_1 .. d_K], whose row i is the law of draft d_{i+1};
+* after verification the cache is rolled back to the new n_b - 1 by changing lengths: nothing is recomputed.
+
+State is a value that the caller threads through: two states used alternately behave as one after the other. A state is
+consumed by the call that takes it (its buffers may be reused), so only the returned one is used afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spectoolkit.datatypes import DraftLaw, Proposal, Uniforms, Verdict
+from spectoolkit.sampling import SamplingState
+
+
+class Tokenizer(Protocol):
+    """Text in, token ids out."""
+
+    stop_ids: frozenset[int]
+
+    def encode(self, prompt: Any, chat_template: bool) -> list[int]:
+        """Token ids of a `prompts.Prompt`, through the chat template or as plain text."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of output ids, special tokens left out."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """An autoregressive model with a ragged cache: every row has its own length.
+
+    Contract: `score` after `rollback` equals `score` of a fresh `prefill` on the same prefix; a row's logits do not depend
+    on the other rows of the batch (up to the rounding of the device's matrix product).
+    """
+
+    name: str
+    vocab_size: int
+    context_length: int
+    device: torch.device
+    tokenizer: Tokenizer
+
+    def prefill(self, prefixes: Sequence[Sequence[int]]) -> Any:
+        """State with `prefixes` cached, one row each. A prefix may be empty."""
+        ...
+
+    def score(self, state: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+        """Append `tokens` [B, Q] to every row; logits [B, Q, V] of the token that follows each, and the new state.
+
+        Rows that need fewer than Q tokens are filled up with any valid id behind their own, and rolled back afterwards.
+        """
+        ...
+
+    def rollback(self, state: Any, lengths: Tensor) -> Any:
+        """Keep the first `lengths` [B] cached tokens of each row; lengths never exceed the current ones."""
+        ...
+
+    def select(self, state: Any, rows: Sequence[int]) -> Any:
+        """The state of `rows`, in that order."""
+        ...
+
+    def insert(self, state: Any, rows: Sequence[int], other: Any) -> Any:
+        """`state` with its `rows` replaced by the rows of `other`, in order."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes tokens and says which law they were drawn from.
+
+    Contract: *the law of a proposal is the law its tokens were drawn from*. Whether position i is proposed may depend on
+    earlier tokens and on row i, never on the token drawn at i: dropping a draw after seeing it biases the output.
+    """
+
+    laws: tuple[type[DraftLaw], ...]
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """State of B fresh requests with these committed tokens."""
+        ...
+
+    def propose(self, state: Any, sampling: SamplingState, max_tokens: Tensor, uniforms: Tensor) -> tuple[Proposal, Any]:
+        """At most `max_tokens` [B] tokens per row (some may be 0), drawn with `uniforms` [B, K]; K = max(max_tokens).
+
+        `sampling` holds the requests' parameters and token histories as of the start of the step.
+        """
+        ...
+
+    def commit(self, state: Any, emitted: Tensor) -> Any:
+        """Take over `emitted` [B, <= K+1], padded with `PAD`: the tokens that the step added to each row."""
+        ...
+
+    def select(self, state: Any, rows: Sequence[int]) -> Any:
+        """The state of `rows`, in that order."""
+        ...
+
+    def insert(self, state: Any, rows: Sequence[int], other: Any) -> Any:
+        """`state` with its `rows` replaced by the rows of `other`, in order."""
+        ...
+
+
+class Verifier(Protocol):
+    """Decides how much of a proposal becomes output. Pure: same arguments, same verdict.
+
+    Attributes:
+        laws: the draft laws it can judge.
+        is_lossless: whether the emitted tokens follow the target's law exactly, for every drafter with such a law.
+    """
+
+    laws: tuple[type[DraftLaw], ...]
+    is_lossless: bool
+
+    def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
+        """Judge `proposal` against `target_probs` [B, K+1, V]; row i is the target's law at draft i (row K: the bonus)."""
+        ...

@@ -1,0 +1,74 @@
+"""From step records to the per-request rows that a study stores: sums only, ratios come later (`metrics`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from spectoolkit.datatypes import Completion, StepRecord
+
+SUM_COLUMNS = (
+    "steps",  # target forwards
+    "proposing_steps",  # steps with at least one draft token
+    "drafted",  # draft tokens
+    "verified",  # accepted prefix lengths, as the verifier gave them
+    "accepted",  # accepted tokens that were emitted
+    "emitted",  # output tokens
+    "judged_alone",  # draft tokens that pass their own test whatever happened before them
+    "truncated",  # steps whose block was cut by EOS, a stop string or max_new_tokens
+)
+POSITION_COLUMNS = (
+    "drafted_at",  # [K] steps with at least i draft tokens, i = 1..K
+    "accepted_at",  # [K] steps with at least i accepted and emitted tokens
+    "reached_at",  # [K] steps with at least i drafted, i-1 accepted, and not cut before position i
+)
+TIME_COLUMNS = ("draft_s", "target_s", "verify_s")
+
+
+def request_row(completion: Completion, num_draft_tokens: int, *, cluster: str, category: str) -> dict[str, Any]:
+    """One request as a row: identity, sums over its steps, per-position sums, times.
+
+    `cluster` is the prompt that the request came from: requests of one cluster are dependent, so intervals resample
+    clusters. K = `num_draft_tokens` is the length of the per-position columns.
+    """
+    steps = completion.steps
+
+    def at(predicate: Any) -> list[float]:
+        return [float(sum(predicate(s, i) for s in steps)) for i in range(1, num_draft_tokens + 1)]
+
+    return {
+        "request_id": completion.request.id,
+        "cluster": cluster,
+        "category": category,
+        "engine": "live",
+        "num_draft_tokens": num_draft_tokens,
+        "prompt_tokens": len(completion.request.prompt),
+        "finish_reason": completion.finish_reason,
+        "draft_bytes_per_token": completion.draft_bytes_per_token,
+        "steps": float(len(steps)),
+        "proposing_steps": float(sum(s.drafted > 0 for s in steps)),
+        **{name: float(sum(getattr(s, name) for s in steps)) for name in SUM_COLUMNS[2:6]},
+        "judged_alone": float(sum(sum(s.judged_alone) for s in steps)),
+        "truncated": float(sum(s.truncated for s in steps)),
+        "drafted_at": at(lambda s, i: s.drafted >= i),
+        "accepted_at": at(lambda s, i: s.accepted >= i),
+        "reached_at": at(_reached),
+        **{name: float(sum(getattr(s, name) for s in steps)) for name in TIME_COLUMNS},
+        "tokens": list(completion.tokens),
+    }
+
+
+def _reached(step: StepRecord, i: int) -> bool:
+    return step.drafted >= i and step.accepted >= i - 1 and not (step.truncated and step.emitted < i)
+
+
+def step_frame(completions: Sequence[Completion]) -> pd.DataFrame:
+    """Every step record of `completions`, one row each."""
+    rows: list[Mapping[str, Any]] = []
+    for completion in completions:
+        for s in completion.steps:
+            row = {name: getattr(s, name) for name in StepRecord.__slots__}
+            rows.append({**row, "judged_alone": list(s.judged_alone)})
+    return pd.DataFrame(rows, columns=list(StepRecord.__slots__))
