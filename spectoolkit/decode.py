@@ -63,7 +63,7 @@ def decode(
             prompts = [request.prompt for request in joined]
             target_state = target.insert(target_state, taken, target.prefill([prompt[:-1] for prompt in prompts]))
             draft_state = drafter.insert(draft_state, taken, drafter.start(prompts))
-        if staying is not None:
+        if staying:
             target_state, draft_state = target.select(target_state, staying), drafter.select(draft_state, staying)
         yield from completions
 
