@@ -47,7 +47,9 @@ class Batch:
         draft_budget: [B], how many tokens may be drafted: K, and one less than may still be emitted.
     """
 
-    def __init__(self, target: LanguageModel, requests: Sequence[Request], num_draft_tokens: int, batch_size: int) -> None:
+    def __init__(
+        self, target: LanguageModel, requests: Sequence[Request], num_draft_tokens: int, batch_size: int
+    ) -> None:
         self._target = target
         self._num_draft_tokens = num_draft_tokens
         self._waiting = deque(requests)

@@ -208,9 +208,7 @@ def _cell(config: dict[str, Any], choices: Mapping[str, str], loaders: _Loaders,
     settings["verifier.is_lossless"] = is_lossless
     unused = () if uses_draft_model else ("draft_model.",)
     identity = {
-        key: value
-        for key, value in settings.items()
-        if not key.startswith(unused) and key not in NO_EFFECT_ON_NUMBERS
+        key: value for key, value in settings.items() if not key.startswith(unused) and key not in NO_EFFECT_ON_NUMBERS
     }
 
     def build() -> Experiment:
@@ -292,7 +290,7 @@ def _check_count(key: str, value: Any) -> None:
         raise UsageError(f"{key}: expected an integer >= 1, got {value!r}")
 
 
-class _collecting:  # noqa: N801 - reads as a statement
+class _collecting:
     """Collects the usage errors of a block instead of raising them."""
 
     def __init__(self, errors: dict[str, None]) -> None:

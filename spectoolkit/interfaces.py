@@ -86,7 +86,9 @@ class Drafter(Protocol):
         """State of B fresh requests with these committed tokens."""
         ...
 
-    def propose(self, state: Any, sampling: SamplingState, max_tokens: Tensor, uniforms: Tensor) -> tuple[Proposal, Any]:
+    def propose(
+        self, state: Any, sampling: SamplingState, max_tokens: Tensor, uniforms: Tensor
+    ) -> tuple[Proposal, Any]:
         """At most `max_tokens` [B] tokens per row (some may be 0), drawn with `uniforms` [B, K]; K = max(max_tokens).
 
         `sampling` holds the requests' parameters and token histories as of the start of the step.

@@ -146,7 +146,7 @@ def load_jsonl(
 
 def load_datasets(
     path: str,
-    name: str | None = None,
+    config_name: str | None = None,
     split: str = "train",
     column: str | None = None,
     template: str | None = None,
@@ -157,7 +157,7 @@ def load_datasets(
 ) -> tuple[Prompt, ...]:
     """Return the prompts in any source that ``datasets.load_dataset`` reads.
 
-    `path`, `name`, `split` and `data_files` are passed on to that function. Exactly one of `column` and `template` says
+    `path`, `config_name`, `split` and `data_files` are passed on to that function. Exactly one of `column` and `template` says
     what the prompt is. A column holds strings (raw text) or lists of {role, content}; assistant messages at the end of
     such a list are left out, since they are the data set's own answer. A template is filled with the row's columns by
     `str.format`, as in "Summarise: {article}", and gives raw text.
@@ -176,7 +176,7 @@ def load_datasets(
     _check_limit(limit)
     template_columns = [] if template is None else _template_columns(template)
 
-    dataset = _load_dataset(path, name, split, data_files)
+    dataset = _load_dataset(path, config_name, split, data_files)
     wanted = [("id_column", id_column), ("category_column", category_column), ("column", column)]
     wanted += [("template", used) for used in template_columns]
     dataset = _with_columns(dataset, wanted)
@@ -359,17 +359,17 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 
-def _load_dataset(path: str, name: str | None, split: str, data_files: Any) -> Dataset:
+def _load_dataset(path: str, config_name: str | None, split: str, data_files: Any) -> Dataset:
     # Imported here because it takes a second or more, which no other prompt source should pay for.
     import datasets
     from datasets.exceptions import DatasetsError
 
     try:
-        return datasets.load_dataset(path, name=name, split=split, data_files=data_files)
+        return datasets.load_dataset(path, name=config_name, split=split, data_files=data_files)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise UsageError(
-            "path, name, split, data_files: expected a source that datasets.load_dataset can read; "
-            f"got path={path!r}, name={name!r}, split={split!r}, data_files={data_files!r}: "
+            "path, config_name, split, data_files: expected a source that datasets.load_dataset can read; "
+            f"got path={path!r}, config_name={config_name!r}, split={split!r}, data_files={data_files!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
 

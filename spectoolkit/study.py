@@ -18,14 +18,16 @@ from typing import Any, Protocol
 
 import pandas as pd
 
-from spectoolkit.decode import decode
 from spectoolkit.datatypes import Completion, Request
+from spectoolkit.decode import decode
 from spectoolkit.errors import RunError
 from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
 from spectoolkit.records import request_row, step_frame
 from spectoolkit.report.cells import CellResult
 
-RECORDS_VERSION = 1  # raised when the same settings would give other numbers, so that stored cells are not taken for new ones
+RECORDS_VERSION = (
+    1  # raised when the same settings would give other numbers, so that stored cells are not taken for new ones
+)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hydra.utils import get_method, instantiate
+from hydra.utils import get_method
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import MissingMandatoryValue, OmegaConf
+from omegaconf import OmegaConf
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Replace
@@ -502,32 +502,9 @@ def test_every_builtin_prompt_renders(tokenizer):
 
 @pytest.mark.parametrize("name", ["builtin", "human_eval", "jsonl", "datasets"])
 def test_configuration_matches_the_loader(name):
-    config = OmegaConf.load(CONFIGS / f"{name}.yaml")
-    assert list(config) == ["name", "chat_template", "load"]
-    assert config.name == name
-    assert config.chat_template is (name != "human_eval")
-    loader = get_method(config.load._target_)
+    config = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
+    assert config.pop("chat_template") is (name != "human_eval")
+    loader = get_method(config.pop("_target_"))
     assert loader is getattr(prompts_module, f"load_{name}")
-    given_here = {key: value for key, value in OmegaConf.to_container(config.load).items() if not key.startswith("_")}
     parameters = inspect.signature(loader).parameters
-    defaults = {key: "???" if p.default is p.empty else p.default for key, p in parameters.items()}
-    assert given_here == defaults
-
-
-def test_configurations_load(write):
-    path = write(row("a"), row("b", "d"))
-    builtin = OmegaConf.load(CONFIGS / "builtin.yaml").load
-    assert len(instantiate(builtin, categories=["code", "story"], limit=4)) == 4
-    assert len(instantiate(OmegaConf.load(CONFIGS / "human_eval.yaml").load, limit=2)) == 2
-    assert len(instantiate(OmegaConf.load(CONFIGS / "jsonl.yaml").load, path=path)) == 2
-    from_hub = OmegaConf.merge(
-        OmegaConf.load(CONFIGS / "datasets.yaml").load,
-        {"path": "json", "column": "text", "data_files": {"train": [path]}},
-    )
-    assert len(instantiate(from_hub)) == 2
-
-
-@pytest.mark.parametrize("name", ["jsonl", "datasets"])
-def test_path_is_mandatory(name):
-    with pytest.raises(MissingMandatoryValue):
-        _ = OmegaConf.load(CONFIGS / f"{name}.yaml").load.path
+    assert config == {key: "???" if p.default is p.empty else p.default for key, p in parameters.items()}
