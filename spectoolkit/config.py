@@ -1,7 +1,7 @@
 """From Hydra configs to objects. The only module, besides `cli`, that knows Hydra.
 
-A group file names a class or function (`_target_`) and its keyword parameters, nothing else; a config object never enters
-a class. `plan` composes every cell of a study, checks all of them, and loads no model.
+A group file names a class or function (`_target_`) and its keyword parameters, nothing else; a config object never
+enters a class. `plan` composes every cell of a study, checks all of them, and loads no model.
 """
 
 from __future__ import annotations

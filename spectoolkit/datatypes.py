@@ -1,7 +1,7 @@
 """The values that travel between models, drafters, verifiers and the loop: frozen, validated once, no behaviour.
 
-Shapes are batch first: B sequences, K draft tokens, V tokens of vocabulary. Token ids are int64; `PAD` (-1) marks a slot
-that holds no token and never reaches an embedding, a counter or an index.
+Shapes are batch first: B sequences, K draft tokens, V tokens of vocabulary. Token ids are int64; `PAD` (-1) marks a
+slot that holds no token and never reaches an embedding, a counter or an index.
 """
 
 from __future__ import annotations

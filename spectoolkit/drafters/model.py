@@ -107,7 +107,7 @@ class ModelDrafter:
 
     def commit(self, state: ModelDraftState, emitted: Tensor) -> ModelDraftState:
         num_committed = state.num_committed + row_lengths(emitted)
-        # Emitted tokens begin with the accepted drafts, so what was fed of them stays; the last token is always fed anew.
+        # Emitted tokens begin with the accepted drafts, so what was fed of them stays; the last token is always fed.
         num_cached = torch.minimum(state.num_cached, num_committed - 1)
         num_pending = num_committed - num_cached
         pending = keep_last(append_rows(state.pending, emitted), num_pending, int(num_pending.max()))
@@ -129,7 +129,7 @@ class ModelDrafter:
         )
 
     def _catch_up(self, state: ModelDraftState) -> tuple[Tensor, Any]:
-        """Feed the pending tokens; logits [B, 1, V] behind the last committed token, and the cache that holds them all."""
+        """Feed the pending tokens; logits [B, 1, V] behind the last of them, and the cache that holds them all."""
         logits, cache = self.draft_model.score(state.cache, state.pending.clamp(min=0))
         cache = self.draft_model.rollback(cache, state.num_committed)  # drops what was fed as filling
         last = row_lengths(state.pending) - 1
@@ -142,7 +142,7 @@ class ModelDrafter:
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """Draft logits [B, Q, V'] as [B, Q, V]: missing ids get -inf, ids that the target lacks are cut off before drawing."""
+    """Draft logits [B, Q, V'] as [B, Q, V]: missing ids get -inf, ids that the target lacks are cut off."""
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

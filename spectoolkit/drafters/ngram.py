@@ -82,7 +82,7 @@ class NGramDrafter:
 
     def _extend(self, history: History, tokens: Sequence[int]) -> None:
         for token in tokens:
-            # Only now do the n-grams that ended at the previous token have a continuation, so a suffix never finds itself.
+            # Only now do n-grams that end at the previous token have a continuation: a suffix never finds itself.
             end = len(history.tokens)
             for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
                 ngram = tuple(history.tokens[end - n :])
