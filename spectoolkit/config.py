@@ -93,6 +93,15 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
     return Plan(base["name"], Path(base["folder"]), base, tuple(axes), tuple(cells), run_study)
 
 
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Compose once, so that a wrong group, option or key is found before anything else.
+
+    Raises:
+        UsageError: Hydra's complaint.
+    """
+    _compose(tuple(overrides))
+
+
 def _compose(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
     """The resolved config as plain containers, and the chosen option of every group."""
     try:

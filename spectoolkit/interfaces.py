@@ -120,5 +120,5 @@ class Verifier(Protocol):
     is_lossless: bool
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
-        """Judge `proposal` against `target_probs` [B, K+1, V]: row i is the target's law at draft i, row K the bonus's."""
+        """Judge `proposal` against `target_probs` [B, K+1, V]: row i is the law at draft i, row K the bonus's."""
         ...

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from spectoolkit.datatypes import Completion, Request
 from spectoolkit.decode import decode
 from spectoolkit.errors import RunError
 from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
+from spectoolkit.provenance import provenance
 from spectoolkit.records import request_row, step_frame
 from spectoolkit.report.cells import CellResult
 
@@ -113,8 +115,17 @@ class Store:
         except (OSError, ValueError) as error:
             raise RunError(f"{path} is not a readable cell ({error}); delete it to have it computed again") from error
 
-    def save(self, cell: Cell, completions: Sequence[Completion], experiment: Experiment) -> None:
-        """Keep a finished cell; the file whose existence says so is written last."""
+    def cell_path(self, cell: Cell) -> Path:
+        """The file of a cell's request rows."""
+        return self._path("cells", cell)
+
+    def describe(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+        """For a manifest: each cell's file, settings, and how and when it was computed."""
+        rows = ((cell, self.load(cell).rows) for cell in cells)
+        return [{"file": self.cell_path(c).name, "settings": c.settings, **frame.attrs} for c, frame in rows]
+
+    def save(self, cell: Cell, completions: Sequence[Completion], experiment: Experiment, wall_s: float) -> None:
+        """Keep a finished cell, and how it was computed; the file whose existence says so is written last."""
         ordered = {request.id: i for i, request in enumerate(experiment.requests)}
         completions = sorted(completions, key=lambda completion: ordered[completion.request.id])
         rows = [
@@ -127,7 +138,9 @@ class Store:
             for completion in completions
         ]
         self._write_parquet(self._path("steps", cell), step_frame(completions))
-        self._write_parquet(self._path("cells", cell), pd.DataFrame(rows))
+        frame = pd.DataFrame(rows)
+        frame.attrs = {"wall_s": round(wall_s, 3), **provenance()}  # travels in the file's metadata
+        self._write_parquet(self._path("cells", cell), frame)
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Write `manifest.json`."""
@@ -160,16 +173,19 @@ def _writing(path: Path) -> Iterator[None]:
         raise RunError(f"cannot write {path}: {error.strerror or error} (finished cells are kept)") from error
 
 
+def missing_requests(cells: Sequence[Cell], store: Store) -> int:
+    """How many requests are still to be decoded."""
+    return sum(cell.num_requests for cell in cells if not store.has(cell))
+
+
 def run_cells(cells: Sequence[Cell], store: Store, progress: Progress) -> list[CellResult]:
     """Compute the cells that are not on disk yet, in order, and return all of them.
 
-    `progress` counts finished requests, those of stored cells included.
+    `progress` counts the requests of cells that were not stored.
     """
     results: list[CellResult] = []
     for cell in cells:
-        if store.has(cell):
-            progress.update(cell.num_requests)
-        else:
+        if not store.has(cell):
             progress.set_description(cell.label)
             run_cell(cell, store, progress)
         results.append(store.load(cell))
@@ -179,6 +195,7 @@ def run_cells(cells: Sequence[Cell], store: Store, progress: Progress) -> list[C
 def run_cell(cell: Cell, store: Store, progress: Progress) -> None:
     """Decode one cell and keep it."""
     experiment = cell.build()
+    begin = time.perf_counter()
     completions: list[Completion] = []
     for completion in decode(
         experiment.target,
@@ -190,4 +207,4 @@ def run_cell(cell: Cell, store: Store, progress: Progress) -> None:
     ):
         completions.append(completion)
         progress.update(1)
-    store.save(cell, completions, experiment)
+    store.save(cell, completions, experiment, time.perf_counter() - begin)
