@@ -1,7 +1,7 @@
 """The values that travel between models, drafters, verifiers and the loop: frozen, validated once, no behaviour.
 
-Shapes are batch first: B sequences, K draft tokens, V tokens of vocabulary. Token ids are int64; `PAD` (-1) marks a slot
-that holds no token and never reaches an embedding, a counter or an index.
+Shapes are batch first: B sequences, K draft tokens, V tokens of vocabulary. Token ids are int64; `PAD` (-1) marks a
+slot that holds no token and never reaches an embedding, a counter or an index.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ class StepRecord:
         emitted: tokens the step added to the output.
         truncated: whether EOS, a stop string or max_new_tokens cut the block.
         judged_alone: per draft token, whether it passes its own test.
-        draft_s, target_s, verify_s: the row's share (1/B) of the wall time of the batch's step.
+        draft_s, target_s, verify_s: the row's share (1/B) of the wall time of the batch's step: proposing, the target's
+            forward, everything else. Prefills are in none of them.
     """
 
     request_id: str
@@ -197,9 +198,9 @@ class StepRecord:
     emitted: int
     truncated: bool
     judged_alone: tuple[bool, ...]
-    draft_s: float
-    target_s: float
-    verify_s: float
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

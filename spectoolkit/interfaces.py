@@ -39,8 +39,8 @@ class Tokenizer(Protocol):
 class LanguageModel(Protocol):
     """An autoregressive model with a ragged cache: every row has its own length.
 
-    Contract: `score` after `rollback` equals `score` of a fresh `prefill` on the same prefix; a row's logits do not depend
-    on the other rows of the batch (up to the rounding of the device's matrix product).
+    Contract: `score` after `rollback` equals `score` of a fresh `prefill` on the same prefix; a row's logits do not
+    depend on the other rows of the batch (up to the rounding of the device's matrix product).
     """
 
     name: str
@@ -76,8 +76,8 @@ class LanguageModel(Protocol):
 class Drafter(Protocol):
     """Proposes tokens and says which law they were drawn from.
 
-    Contract: *the law of a proposal is the law its tokens were drawn from*. Whether position i is proposed may depend on
-    earlier tokens and on row i, never on the token drawn at i: dropping a draw after seeing it biases the output.
+    Contract: *the law of a proposal is the law its tokens were drawn from*. Whether position i is proposed may depend
+    on earlier tokens and on row i, never on the token drawn at i: dropping a draw after seeing it biases the output.
     """
 
     laws: tuple[type[DraftLaw], ...]
@@ -86,8 +86,10 @@ class Drafter(Protocol):
         """State of B fresh requests with these committed tokens."""
         ...
 
-    def propose(self, state: Any, sampling: SamplingState, max_tokens: Tensor, uniforms: Tensor) -> tuple[Proposal, Any]:
-        """At most `max_tokens` [B] tokens per row (some may be 0), drawn with `uniforms` [B, K]; K = max(max_tokens).
+    def propose(
+        self, state: Any, sampling: SamplingState, max_tokens: Tensor, uniforms: Tensor
+    ) -> tuple[Proposal, Any]:
+        """At most `max_tokens` [B] tokens per row (some may be 0), drawn with `uniforms` [B, max(max_tokens)].
 
         `sampling` holds the requests' parameters and token histories as of the start of the step.
         """
@@ -118,5 +120,5 @@ class Verifier(Protocol):
     is_lossless: bool
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
-        """Judge `proposal` against `target_probs` [B, K+1, V]; row i is the target's law at draft i (row K: the bonus)."""
+        """Judge `proposal` against `target_probs` [B, K+1, V]: row i is the law at draft i, row K the bonus's."""
         ...

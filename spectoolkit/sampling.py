@@ -93,7 +93,6 @@ class SamplingState:
         Raises:
             InvalidLogitsError: NaN, +inf or no finite entry in a row that belongs to a token (see `check`).
         """
-        num_before = appended.shape[1] - (logits.shape[1] - 1)
         self.check(logits, appended, model)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.penalties is not None:

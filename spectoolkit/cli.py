@@ -1,0 +1,55 @@
+"""The console script. Exit codes: 0 done, 1 a run failed, 2 the command or its settings are wrong, 130 interrupted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from spectoolkit import config
+from spectoolkit.errors import RunError, UsageError
+
+SHOW_TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch
+
+
+def main() -> None:
+    """Run what the command line describes."""
+    overrides = sys.argv[1:]
+    if not any(argument.startswith("-") for argument in overrides):
+        _reporting(lambda: config.check_overrides(overrides))  # Hydra's own complaints, with our exit code
+    hydra.main(config_path=str(config.config_folder()), config_name="config", version_base="1.3")(_task)()
+
+
+def _task(_: DictConfig) -> None:
+    overrides = list(HydraConfig.get().overrides.task)
+    _reporting(lambda: print(config.plan(overrides).run()))
+
+
+def _reporting(action: Callable[[], object]) -> None:
+    """Turn errors into one message and an exit code; the traceback is shown only when asked for."""
+    try:
+        action()
+    except UsageError as error:
+        _leave(2, str(error))
+    except RunError as error:
+        _leave(1, str(error))
+    except KeyboardInterrupt:
+        _leave(130, "interrupted; finished cells are kept, the same command goes on from there")
+    except Exception as error:
+        if os.environ.get(SHOW_TRACEBACK) == "1":
+            raise
+        _leave(1, f"{type(error).__name__}: {error}\n(set {SHOW_TRACEBACK}=1 to see where it came from)")
+
+
+def _leave(code: int, message: str) -> NoReturn:
+    print(f"spectoolkit: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""From Hydra configs to objects. The only module, besides `cli`, that knows Hydra.
+
+A group file names a class or function (`_target_`) and its keyword parameters, nothing else; a config object never
+enters a class. `plan` composes every cell of a study, checks all of them, and loads no model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from spectoolkit.datatypes import Request, SamplingParams
+from spectoolkit.decode import check_pair
+from spectoolkit.errors import UsageError
+from spectoolkit.interfaces import Drafter, LanguageModel
+from spectoolkit.prompts import Prompt
+from spectoolkit.study import Cell, Experiment, Store
+
+GROUPS = ("target", "draft_model", "drafter", "verifier", "sampling", "prompts")
+NOT_OF_A_CELL = ("name", "folder", "grid", "study")
+NO_EFFECT_ON_NUMBERS = ("target.cache_dir",)
+
+
+def config_folder() -> Path:
+    """The folder of the YAML files: inside the installed package, or at the top of a checkout."""
+    package = Path(__file__).parent
+    return next(folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study ready to run: every cell checked, no model loaded.
+
+    Attributes:
+        config: the composed configuration without the grid's overrides, as plain containers.
+        axes: keys that the grid varies; a group is named by its own name.
+        study: what is done with the cells, called as study(cells, store, axes=...).
+    """
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    axes: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    study: Callable[..., str]
+
+    def run(self) -> str:
+        """Run the study; returns what to show on the console."""
+        return self.study(self.cells, Store(self.folder), axes=self.axes, config=self.config)
+
+
+def plan(overrides: Sequence[str] = ()) -> Plan:
+    """Compose and check the study that `overrides` (Hydra syntax) describe.
+
+    Example:
+        plan(["experiment=temperature_sweep", "size=tiny"]).run()
+
+    Raises:
+        UsageError: everything that is wrong with the configuration, in one message.
+    """
+    base, _ = _compose(tuple(overrides))
+    axes = dict(_axes(base.get("grid") or {}))
+    _refuse_overridden_axes(axes, overrides)
+    errors: dict[str, None] = {}  # insertion-ordered set
+    cells: list[Cell] = []
+    loaders = _Loaders()
+    for values in itertools.product(*axes.values()):
+        point = tuple(f"{key}={_to_override(value)}" for key, value in zip(axes, values, strict=True))
+        with _collecting(errors):
+            config, choices = _compose((*overrides, *point))
+            cells.append(_cell(config, choices, loaders, errors))
+    study = base["study"]
+    with _collecting(errors):
+        _check_signature("study", study, provided=("cells", "store", "axes", "config"))
+    if errors:
+        raise UsageError("\n".join(errors))
+
+    def run_study(*args: Any, **kwargs: Any) -> str:
+        return _call(study, *args, **kwargs)
+
+    return Plan(base["name"], Path(base["folder"]), base, tuple(axes), tuple(cells), run_study)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Compose once, so that a wrong group, option or key is found before anything else.
+
+    Raises:
+        UsageError: Hydra's complaint.
+    """
+    _compose(tuple(overrides))
+
+
+def _compose(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The resolved config as plain containers, and the chosen option of every group."""
+    try:
+        if GlobalHydra.instance().is_initialized():
+            config = compose("config", overrides=list(overrides), return_hydra_config=True)
+        else:
+            with initialize_config_dir(str(config_folder()), version_base="1.3"):
+                config = compose("config", overrides=list(overrides), return_hydra_config=True)
+        choices = {group: config.hydra.runtime.choices[group] for group in GROUPS}
+        OmegaConf.set_struct(config, False)
+        del config["hydra"]
+        return _containers(config), choices
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(str(error).strip()) from error
+
+
+def _containers(config: DictConfig) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    return plain
+
+
+def _axes(grid: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Every list in `grid` is an axis; its key is the path to it."""
+    for key, value in grid.items():
+        if isinstance(value, Mapping):
+            yield from _axes(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value:
+            yield f"{prefix}{key}", value
+        else:
+            raise UsageError(f"grid.{prefix}{key}: expected a non-empty list of values, got {value!r}")
+
+
+def _refuse_overridden_axes(axes: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key = override.split("=")[0].lstrip("+~")
+        if key in axes:
+            raise UsageError(
+                f"{override}: {key} is an axis of this study, with the values {axes[key]}; "
+                f"to change them say grid.{key}=[...]"
+            )
+
+
+def _to_override(value: Any) -> str:
+    """A value in the syntax of Hydra's command line."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_to_override(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_to_override(item) for item in value) + "]"
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    return str(value)
+
+
+class _Loaders:
+    """Loads each model and prompt set once, however many cells share it."""
+
+    def __init__(self) -> None:
+        self.prompts = cache(self._prompts)
+        self.target = cache(self._target)
+        self.draft_model = cache(self._draft_model)
+
+    def _prompts(self, node: str) -> tuple[Prompt, ...]:
+        return tuple(_call(_thaw(node)))
+
+    def _target(self, node: str) -> LanguageModel:
+        return _call(_thaw(node))
+
+    def _draft_model(self, target_node: str, node: str) -> LanguageModel:
+        return _call(_thaw(node), self.target(target_node))
+
+
+def _freeze(node: Mapping[str, Any]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(dict(node)))
+
+
+def _thaw(node: str) -> dict[str, Any]:
+    return _containers(OmegaConf.create(node))  # type: ignore[arg-type]
+
+
+def _cell(config: dict[str, Any], choices: Mapping[str, str], loaders: _Loaders, errors: dict[str, None]) -> Cell:
+    """Check one point of the grid; the cell loads models only when it is built."""
+    uses_draft_model = "draft_model" in _parameters(config["drafter"])
+    for group, provided in (
+        ("target", ()),
+        ("draft_model", ("target",)),
+        ("drafter", ("draft_model", "vocab_size")),
+        ("verifier", ()),
+    ):
+        if group != "draft_model" or uses_draft_model:
+            with _collecting(errors):
+                _check_signature(group, config[group], provided)
+    for key in ("num_draft_tokens", "max_new_tokens", "samples_per_prompt", "batch_size"):
+        with _collecting(errors):
+            _check_count(key, config[key])
+    params = SamplingParams()
+    with _collecting(errors):
+        params = SamplingParams(**config["sampling"])
+    prompt_node = {key: value for key, value in config["prompts"].items() if key != "chat_template"}
+    prompts: tuple[Prompt, ...] = ()
+    with _collecting(errors):
+        _check_signature("prompts", prompt_node)
+        prompts = loaders.prompts(_freeze(prompt_node))
+        if not prompts:
+            raise UsageError(f"prompts={choices['prompts']}: expected at least one prompt, got none")
+    is_lossless = None
+    with _collecting(errors):
+        verifier = _call(config["verifier"])
+        is_lossless = verifier.is_lossless
+        check_pair(_drafter(config["drafter"], None, 0), verifier)
+
+    settings = dict(_flatten({key: value for key, value in config.items() if key not in NOT_OF_A_CELL}))
+    settings |= {f"{group}.name": choice for group, choice in choices.items()}
+    settings["verifier.is_lossless"] = is_lossless
+    unused = () if uses_draft_model else ("draft_model.",)
+    identity = {
+        key: value for key, value in settings.items() if not key.startswith(unused) and key not in NO_EFFECT_ON_NUMBERS
+    }
+
+    def build() -> Experiment:
+        target_node = _freeze(config["target"])
+        target = loaders.target(target_node)
+        draft_model = loaders.draft_model(target_node, _freeze(config["draft_model"])) if uses_draft_model else None
+        clusters: dict[str, str] = {}
+        categories: dict[str, str] = {}
+        requests: list[Request] = []
+        for prompt in prompts:
+            tokens = tuple(target.tokenizer.encode(prompt, config["prompts"]["chat_template"]))
+            for sample in range(config["samples_per_prompt"]):
+                request_id = f"{prompt.id}/{sample}"
+                clusters[request_id], categories[request_id] = prompt.id, prompt.category
+                requests.append(
+                    Request(
+                        id=request_id,
+                        prompt=tokens,
+                        max_new_tokens=config["max_new_tokens"],
+                        params=params,
+                        seed=config["seed"],
+                        stop_ids=frozenset() if config["ignore_eos"] else target.tokenizer.stop_ids,
+                        stop_strings=tuple(config["stop_strings"]),
+                    )
+                )
+        return Experiment(
+            target=target,
+            drafter=_drafter(config["drafter"], draft_model, target.vocab_size),
+            verifier=_call(config["verifier"]),
+            requests=requests,
+            clusters=clusters,
+            categories=categories,
+            num_draft_tokens=config["num_draft_tokens"],
+            batch_size=config["batch_size"],
+        )
+
+    return Cell(settings, identity, len(prompts) * config["samples_per_prompt"], build)
+
+
+def _drafter(node: Mapping[str, Any], draft_model: LanguageModel | None, vocab_size: int) -> Drafter:
+    available = {"draft_model": draft_model, "vocab_size": vocab_size}
+    return _call(node, **{name: value for name, value in available.items() if name in _parameters(node)})
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key != "logit_bias":
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _parameters(node: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(get_object(node["_target_"])).parameters
+
+
+def _call(node: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    parameters = {str(key): value for key, value in node.items() if key != "_target_"}
+    return get_object(node["_target_"])(*args, **parameters, **kwargs)
+
+
+def _check_signature(group: str, node: Mapping[str, Any], provided: Sequence[str] = ()) -> None:
+    """Refuse parameters that the named class does not take, and required ones that are missing."""
+    parameters = _parameters(node)
+    given = [key for key in node if key != "_target_"]
+    unknown = [key for key in given if key not in parameters]
+    required = [name for name, p in parameters.items() if p.default is p.empty]
+    missing = [name for name in required if name not in given and name not in provided]
+    empty = [key for key in given if node[key] == "???"]
+    taken = [name for name in parameters if name not in provided]
+    problems = [f"unknown {key} (it takes: {', '.join(taken) or 'nothing'})" for key in unknown]
+    problems += [f"no value for {key}; say {group}.{key}=..." for key in [*missing, *empty]]
+    if problems:
+        raise UsageError(f"{group} ({node['_target_']}): " + "; ".join(problems))
+
+
+def _check_count(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{key}: expected an integer >= 1, got {value!r}")
+
+
+class _collecting:
+    """Collects the usage errors of a block instead of raising them."""
+
+    def __init__(self, errors: dict[str, None]) -> None:
+        self._errors = errors
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, UsageError):
+            self._errors[str(error)] = None
+            return True
+        return False

@@ -1,0 +1,135 @@
+"""Speculative decoding: propose, score, verify, commit.
+
+Leviathan et al., arXiv 2211.17192, Algorithm 1, and Chen et al., arXiv 2302.01318, Algorithm 2, over a batch whose rows
+accept different numbers of tokens and come and go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from spectoolkit.batch import Batch
+from spectoolkit.datatypes import Completion, Request
+from spectoolkit.errors import UsageError
+from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
+
+
+@torch.inference_mode()
+def decode(
+    target: LanguageModel,
+    drafter: Drafter,
+    verifier: Verifier,
+    requests: Sequence[Request],
+    *,
+    num_draft_tokens: int,
+    batch_size: int,
+) -> Iterator[Completion]:
+    """Decode `requests`, at most `batch_size` at a time; completions come in the order in which they finish.
+
+    A step drafts at most K = `num_draft_tokens` tokens per row, and one less than the row may still emit. A row that
+    finishes leaves at once, the next waiting request takes its place, and nothing is computed twice.
+
+    Raises:
+        UsageError: what `check_requests` refuses, before the first forward.
+        InvalidLogitsError: a model returned a row from which no distribution follows.
+    """
+    check_requests(target, drafter, verifier, requests, num_draft_tokens, batch_size)
+    batch = Batch(target, requests, num_draft_tokens, batch_size)
+    target_state = target.prefill([prompt[:-1] for prompt in batch.prompts])
+    draft_state = drafter.start(batch.prompts)
+    while batch.rows:
+        clock = _Clock(target.device)
+        proposal, draft_state = drafter.propose(draft_state, batch.sampling, batch.draft_budget, batch.draft_noise())
+        draft_s = clock.lap()
+
+        tokens = torch.cat([batch.last_tokens, proposal.tokens.clamp(min=0)], dim=1)
+        logits, target_state = target.score(target_state, tokens)
+        target_s = clock.lap()
+
+        target_probs = batch.sampling.probs(logits, proposal.tokens, "target")
+        verdict = verifier.verify(target_probs, proposal, batch.verify_noise(proposal))
+
+        emitted = batch.commit(proposal, verdict)
+        draft_state = drafter.commit(draft_state, emitted)
+        target_state = target.rollback(target_state, batch.sampling.num_tokens - 1)
+        batch.record_times(draft_s, target_s, clock.lap())
+
+        completions, taken, joined, staying = batch.turn_over()
+        if joined:
+            prompts = [request.prompt for request in joined]
+            target_state = target.insert(target_state, taken, target.prefill([prompt[:-1] for prompt in prompts]))
+            draft_state = drafter.insert(draft_state, taken, drafter.start(prompts))
+        if staying:
+            target_state, draft_state = target.select(target_state, staying), drafter.select(draft_state, staying)
+        yield from completions
+
+
+def check_requests(
+    target: LanguageModel,
+    drafter: Drafter,
+    verifier: Verifier,
+    requests: Sequence[Request],
+    num_draft_tokens: int,
+    batch_size: int,
+) -> None:
+    """Refuse what cannot be decoded.
+
+    Raises:
+        UsageError: K < 1, batch_size < 1, no or duplicate requests, a request that does not fit into the target's
+            context or vocabulary, or a draft law that the verifier cannot judge.
+    """
+    if num_draft_tokens < 1:
+        raise UsageError(f"num_draft_tokens: expected an integer >= 1, got {num_draft_tokens}")
+    if batch_size < 1:
+        raise UsageError(f"batch_size: expected an integer >= 1, got {batch_size}")
+    if not requests:
+        raise UsageError("requests: expected at least one, got none (is the prompt set empty?)")
+    check_pair(drafter, verifier)
+    for request_id, count in Counter(request.id for request in requests).items():
+        if count > 1:
+            raise UsageError(f"requests: expected unique ids, got {request_id!r} {count} times")
+    for request in requests:
+        needed = len(request.prompt) + request.max_new_tokens
+        if needed > target.context_length:
+            raise UsageError(
+                f"request {request.id!r}: expected prompt and output to fit into the {target.context_length} tokens of "
+                f"the context of {target.name}, got {len(request.prompt)} prompt tokens and max_new_tokens "
+                f"{request.max_new_tokens}"
+            )
+        if not all(0 <= token < target.vocab_size for token in request.prompt):
+            raise UsageError(
+                f"request {request.id!r}: expected prompt token ids from 0 to {target.vocab_size - 1}, "
+                f"got {min(request.prompt)} to {max(request.prompt)}"
+            )
+
+
+def check_pair(drafter: Drafter, verifier: Verifier) -> None:
+    """Refuse a draft law that the verifier cannot judge.
+
+    Raises:
+        UsageError: names both sides and the laws that would fit.
+    """
+    unfit = [law.__name__ for law in drafter.laws if law not in verifier.laws]
+    if unfit:
+        raise UsageError(
+            f"{type(drafter).__name__} with {type(verifier).__name__}: the verifier judges drafts of the laws "
+            f"{[law.__name__ for law in verifier.laws]}, the drafter's are {unfit}"
+        )
+
+
+class _Clock:
+    """Wall time since the last lap, the device's queue included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._then = time.perf_counter()
+
+    def lap(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        then, self._then = self._then, time.perf_counter()
+        return self._then - then

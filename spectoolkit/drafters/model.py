@@ -1,0 +1,149 @@
+"""Drafting with a model of its own: argmax, the target's temperature, or another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectoolkit.datatypes import PAD, Dense, DraftLaw, PointMass, Proposal
+from spectoolkit.errors import UsageError
+from spectoolkit.functional.draw import draw
+from spectoolkit.functional.ragged import append_rows, keep_last, pad_rows, put_rows, row_lengths, widen
+from spectoolkit.interfaces import LanguageModel
+from spectoolkit.sampling import SamplingState
+
+
+@dataclass(frozen=True)
+class ModelDraftState:
+    """Where the draft model stands in B sequences.
+
+    Attributes:
+        cache: the draft model's own state.
+        num_cached: [B] tokens it holds: committed ones, and after `propose` also the drafts that were fed back.
+        num_committed: [B].
+        pending: [B, P] committed tokens that are not cached yet, padded; one, or two after full acceptance.
+    """
+
+    cache: Any
+    num_cached: Tensor
+    num_committed: Tensor
+    pending: Tensor
+
+
+@dataclass(frozen=True)
+class ModelDrafter:
+    """x_i ~ q_i = warp(draft logits, the request's own sampling parameters at the draft temperature), i = 1..K.
+
+    The draft temperature is `constant`, or `ratio` times the target's (exactly one of them is given). A constant of 0
+    is argmax drafting: a point mass, of which nothing is kept. Every other choice keeps the rows that were drawn from.
+
+    Drafting costs one forward per token. The draft model's cache follows the committed tokens: after full acceptance
+    the last draft was never fed, so the next step feeds two tokens to such rows and one to the others.
+
+    Attributes:
+        draft_model: proposes; its vocabulary may be padded to another length than the target's: missing ids get
+            probability 0, ids that the target lacks are never drawn.
+        vocab_size: V of the target.
+        ratio: draft temperature over the request's temperature.
+        constant: draft temperature.
+
+    Raises:
+        UsageError: not exactly one of `ratio` and `constant`, or a negative one.
+    """
+
+    draft_model: LanguageModel
+    vocab_size: int
+    ratio: float | None = None
+    constant: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.ratio, self.constant) if value is not None]
+        if len(given) != 1 or not given[0] >= 0:
+            raise UsageError(
+                "drafter: expected exactly one of ratio and constant, as a number >= 0, "
+                f"got ratio={self.ratio!r}, constant={self.constant!r}"
+            )
+
+    @property
+    def laws(self) -> tuple[type[DraftLaw], ...]:
+        return (PointMass,) if self.is_argmax else (Dense,)
+
+    @property
+    def is_argmax(self) -> bool:
+        return self.constant == 0 or self.ratio == 0
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> ModelDraftState:
+        cache = self.draft_model.prefill([prompt[:-1] for prompt in prompts])
+        pending = pad_rows([prompt[-1:] for prompt in prompts], self.draft_model.device)
+        num_committed = torch.tensor([len(prompt) for prompt in prompts], device=pending.device)
+        return ModelDraftState(cache, num_committed - 1, num_committed, pending)
+
+    def propose(
+        self, state: ModelDraftState, sampling: SamplingState, max_tokens: Tensor, uniforms: Tensor
+    ) -> tuple[Proposal, ModelDraftState]:
+        sampling = sampling.with_temperature(self._draft_temperature(sampling.temperature))
+        num_rows, num_draft_tokens = uniforms.shape
+        tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=uniforms.device)
+        if num_draft_tokens == 0:
+            return Proposal(tokens, max_tokens, PointMass()), state
+        logits, cache = self._catch_up(state)
+        rows: list[Tensor] = []
+        for i in range(num_draft_tokens):
+            if i > 0:
+                logits, cache = self.draft_model.score(cache, tokens[:, -1:])
+            probs = sampling.probs(fit_vocabulary(logits, self.vocab_size), tokens, "draft")[:, 0]
+            tokens = torch.cat([tokens, draw(probs, uniforms[:, i])[:, None]], dim=1)
+            if not self.is_argmax:
+                rows.append(probs)
+        beyond = torch.arange(num_draft_tokens, device=tokens.device) >= max_tokens[:, None]
+        law = PointMass() if self.is_argmax else Dense(torch.stack(rows, dim=1))
+        num_cached = state.num_committed + num_draft_tokens - 1
+        state = replace(state, cache=cache, num_cached=num_cached, pending=state.pending[:, :0])
+        return Proposal(tokens.masked_fill(beyond, PAD), max_tokens, law), state
+
+    def commit(self, state: ModelDraftState, emitted: Tensor) -> ModelDraftState:
+        num_committed = state.num_committed + row_lengths(emitted)
+        # Emitted tokens begin with the accepted drafts, so what was fed of them stays; the last token is always fed.
+        num_cached = torch.minimum(state.num_cached, num_committed - 1)
+        num_pending = num_committed - num_cached
+        pending = keep_last(append_rows(state.pending, emitted), num_pending, int(num_pending.max()))
+        return ModelDraftState(self.draft_model.rollback(state.cache, num_cached), num_cached, num_committed, pending)
+
+    def select(self, state: ModelDraftState, rows: Sequence[int]) -> ModelDraftState:
+        return ModelDraftState(
+            self.draft_model.select(state.cache, rows),
+            *(t[list(rows)] for t in (state.num_cached, state.num_committed, state.pending)),
+        )
+
+    def insert(self, state: ModelDraftState, rows: Sequence[int], other: ModelDraftState) -> ModelDraftState:
+        width = max(state.pending.shape[1], other.pending.shape[1])
+        return ModelDraftState(
+            self.draft_model.insert(state.cache, rows, other.cache),
+            put_rows(state.num_cached, rows, other.num_cached),
+            put_rows(state.num_committed, rows, other.num_committed),
+            put_rows(widen(state.pending, width), rows, widen(other.pending, width)),
+        )
+
+    def _catch_up(self, state: ModelDraftState) -> tuple[Tensor, Any]:
+        """Feed the pending tokens; logits [B, 1, V] behind the last of them, and the cache that holds them all."""
+        logits, cache = self.draft_model.score(state.cache, state.pending.clamp(min=0))
+        cache = self.draft_model.rollback(cache, state.num_committed)  # drops what was fed as filling
+        last = row_lengths(state.pending) - 1
+        return logits[torch.arange(len(last), device=last.device), last][:, None], cache
+
+    def _draft_temperature(self, target_temperature: Tensor) -> Tensor:
+        if self.constant is not None:
+            return torch.full_like(target_temperature, self.constant)
+        return target_temperature * self.ratio
+
+
+def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Draft logits [B, Q, V'] as [B, Q, V]: missing ids get -inf, ids that the target lacks are cut off."""
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return logits[..., :vocab_size]

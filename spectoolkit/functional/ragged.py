@@ -1,0 +1,48 @@
+"""Rows of different lengths in one tensor: [B, N] ids, left-aligned, -1 behind the end of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PAD = -1
+
+
+def pad_rows(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
+    """Stack B lists of ids as [B, N], N the longest length."""
+    width = max((len(row) for row in rows), default=0)
+    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int64, device=device).reshape(
+        len(rows), width
+    )
+
+
+def row_lengths(rows: Tensor) -> Tensor:
+    """[B] number of ids in each row of [B, N]."""
+    return (rows != PAD).sum(-1)
+
+
+def append_rows(rows: Tensor, new: Tensor) -> Tensor:
+    """Each row of [B, N] followed by the same row of [B, M]: [B, N+M]."""
+    at = row_lengths(rows)[:, None] + torch.arange(new.shape[1], device=new.device)
+    wide = torch.nn.functional.pad(rows, (0, new.shape[1]), value=PAD)
+    return wide.scatter(1, at, new)
+
+
+def keep_last(rows: Tensor, counts: Tensor, width: int) -> Tensor:
+    """The last `counts` [B] ids of each row of [B, N], as [B, width]; counts <= width."""
+    columns = torch.arange(width, device=rows.device)
+    at = (row_lengths(rows) - counts)[:, None] + columns
+    kept = rows.gather(1, at.clamp(0, rows.shape[1] - 1))
+    return kept.masked_fill(columns >= counts[:, None], PAD)
+
+
+def widen(rows: Tensor, width: int) -> Tensor:
+    """[B, N] as [B, width], width >= N."""
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=PAD)
+
+
+def put_rows(into: Tensor, at: Sequence[int], rows: Tensor) -> Tensor:
+    """A copy of [B, ...] whose rows `at` are `rows`."""
+    return into.index_copy(0, torch.tensor(at, dtype=torch.int64, device=into.device), rows)

@@ -1,0 +1,15 @@
+"""A progress bar with the time left, on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+
+@contextmanager
+def progress_bar(total: int, unit: str) -> Iterator[tqdm]:
+    """A bar over `total` units; no bar where there is nothing to do or nobody to see it is fine with a plain log."""
+    with tqdm(total=total, unit=unit, dynamic_ncols=True, smoothing=0.05, disable=total == 0) as bar:
+        yield bar

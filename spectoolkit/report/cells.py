@@ -1,0 +1,109 @@
+"""One cell of a study, and the check that cells may stand in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from spectoolkit.errors import UsageError
+
+LOSSLESS_KEY = "verifier.is_lossless"
+_ABSENT = "(absent)"
+# Follows from the verifier, so a table that varies the verifier by name may vary it as well.
+_DERIVED = {LOSSLESS_KEY: "verifier.name"}
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """The request rows of one cell with everything that was chosen to make them.
+
+    Attributes:
+        settings: flat dotted keys to values, e.g. "sampling.temperature": 0.7, "drafter.name": "argmax",
+            "num_draft_tokens": 4; "verifier.is_lossless" must be among them.
+        rows: its request rows (`records.request_row`).
+    """
+
+    settings: Mapping[str, object]
+    rows: pd.DataFrame
+
+
+def covers(axis: str, key: str) -> bool:
+    """Whether `axis` may vary setting `key`: the key itself, or any key below it ("drafter" covers "drafter.name")."""
+    return key == axis or key.startswith(axis + ".") or _DERIVED.get(key) == axis
+
+
+def check_shared(cells: Sequence[CellResult], axes: Sequence[str]) -> None:
+    """Refuse cells that do not belong in one table.
+
+    Raises:
+        UsageError: no cells; an axis that no setting has; a setting not under `axes` that differs between cells (every
+            such key is listed with its values: such cells are never averaged or shown side by side); two cells at one
+            point of the axes.
+    """
+    if not cells:
+        raise UsageError("cells: expected at least one cell, got none")
+    keys = sorted({key for cell in cells for key in cell.settings})
+    for axis in axes:
+        if not any(covers(axis, key) for key in keys):
+            raise UsageError(
+                f"axes: expected settings of the cells ({', '.join(keys)}) or groups of them, got {axis!r}"
+            )
+    free = [key for key in keys if any(covers(axis, key) for axis in axes)]
+
+    differing = []
+    for key in keys:
+        values = list(dict.fromkeys(_text(cell, key) for cell in cells))
+        if key not in free and len(values) > 1:
+            differing.append(f"{key}: {', '.join(values)}")
+    if differing:
+        raise UsageError(
+            f"cells: expected equal settings outside the axes {', '.join(axes)}, got different values of\n  "
+            + "\n  ".join(differing)
+        )
+
+    seen: set[tuple[str, ...]] = set()
+    for cell in cells:
+        point = tuple(_text(cell, key) for key in free)
+        if point in seen:
+            where = ", ".join(f"{key}={value}" for key, value in zip(free, point, strict=True))
+            raise UsageError(f"cells: expected one cell per point of the axes, got two at {where or 'no axis'}")
+        seen.add(point)
+
+
+def axis_columns(cells: Sequence[CellResult], axis: str) -> dict[str, list[object]]:
+    """The table columns of one axis, one value per cell.
+
+    An exact key ("sampling.temperature") gives itself. A group ("drafter") gives a short label under its own name (the
+    component's `name`, with other settings in brackets only where two cells of that name differ in them), then every
+    setting below it.
+    """
+    if all(axis in cell.settings for cell in cells):
+        return {axis: [cell.settings[axis] for cell in cells]}
+    members = list(dict.fromkeys(k for c in cells for k in c.settings if covers(axis, k) and k != LOSSLESS_KEY))
+    labels = [_label(cell, [c for c in cells if _same_name(axis, c, cell)], axis, members) for cell in cells]
+    return {axis: labels, **{key: [cell.settings.get(key) for cell in cells] for key in members}}
+
+
+def _same_name(axis: str, one: CellResult, other: CellResult) -> bool:
+    return _text(one, f"{axis}.name") == _text(other, f"{axis}.name")
+
+
+def _label(cell: CellResult, namesakes: Sequence[CellResult], axis: str, members: Sequence[str]) -> object:
+    name = cell.settings.get(f"{axis}.name")
+    varying = [k for k in members if k != f"{axis}.name" and len({_text(c, k) for c in namesakes}) > 1]
+    details = ", ".join(f"{k.removeprefix(axis + '.')}={_text(cell, k)}" for k in varying if k in cell.settings)
+    if name is None:
+        return details or axis
+    return f"{name} ({details})" if details else str(name)
+
+
+def _text(cell: CellResult, key: str) -> str:
+    """A value as text, equal for equal values: 1 and 1.0 are one temperature."""
+    if key not in cell.settings:
+        return _ABSENT
+    value = cell.settings[key]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value)

@@ -1,0 +1,239 @@
+"""Figures from `Tables.overall`. Functions take an Axes and return it; nothing touches pyplot or global settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from spectoolkit.errors import UsageError
+from spectoolkit.report import files, style
+from spectoolkit.report.labels import label_line_ends, text_width_pt
+from spectoolkit.report.text import short, value_text
+
+LENGTH_LABEL = "acceptance length\n(tokens per target forward)"
+_AXIS_LABELS = {
+    "sampling.temperature": "sampling temperature",
+    "num_draft_tokens": "draft tokens per step, K",
+}
+
+
+def acceptance_length_sweep(
+    ax: Axes,
+    overall: pd.DataFrame,
+    *,
+    x: str = "sampling.temperature",
+    line: str = "drafter.name",
+    metric: str = "acceptance_length",
+    reference: Mapping[str, float] | None = None,
+    looks: Mapping[object, Mapping[str, Any]] | None = None,
+) -> Axes:
+    """Acceptance length against a numeric setting, one line per `line`, intervals as shaded bands, labels at the ends.
+
+    Limits and size of `ax` should be final (see `sweep_figure`): labels are placed for them. Lines are drawn at their
+    true x, so lines that coincide lie on each other, small filled markers inside larger hollow ones.
+
+    Args:
+        ax: the axes.
+        overall: rows of `Tables.overall`, one per (x, line): select a panel first.
+        x: column of numbers.
+        line: column of labels.
+        metric: a column with `_low` and `_high` beside it.
+        reference: label -> value of horizontal lines, e.g. {"no drafting": 1.0}.
+        looks: `style.line_styles` of a whole figure, so that a line looks the same in every panel.
+
+    Raises:
+        UsageError: a missing column, `x` that is not numeric, or several rows at one point (never averaged).
+    """
+    _check(overall, [x, line, metric, f"{metric}_low", f"{metric}_high"], unique=[x, line])
+    if not pd.api.types.is_numeric_dtype(overall[x]):
+        raise UsageError(f"x: expected a numeric column, got {x!r} with {overall[x].tolist()[:3]}")
+    looks = style.line_styles(overall[line]) if looks is None else looks
+    with style.paper():
+        _set_length_limits(ax, overall, metric, reference)
+        _set_ticks(ax, overall[x])
+        ends, end_looks = {}, {}
+        for rank, value in enumerate(dict.fromkeys(overall[line])):
+            rows = overall[overall[line] == value].sort_values(x)
+            at, y = rows[x].to_numpy(float), rows[metric].to_numpy(float)
+            low, high = rows[f"{metric}_low"].to_numpy(float), rows[f"{metric}_high"].to_numpy(float)
+            ax.fill_between(at, low, high, color=looks[value]["color"], alpha=0.16, linewidth=0, zorder=2)
+            ax.plot(at, y, zorder=3 + 0.01 * rank, clip_on=False, **looks[value])
+            drawn = np.flatnonzero(np.isfinite(y))
+            if len(drawn):
+                label = _label(value)
+                ends[label], end_looks[label] = (float(at[drawn[-1]]), float(y[drawn[-1]])), looks[value]
+        for name, value in (reference or {}).items():
+            ax.axhline(value, color="#777777", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1.5)
+            ends[name] = (ax.get_xlim()[1], value)
+            end_looks[name] = {"color": "#777777"}
+        ax.set_xlabel(_AXIS_LABELS.get(x, short(x)))
+        ax.set_ylabel(LENGTH_LABEL if metric.startswith("acceptance_length") else metric.replace("_", " "))
+        return label_line_ends(ax, ends, end_looks, style.SMALL_PT)
+
+
+def acceptance_by_position(
+    ax: Axes,
+    overall: pd.DataFrame,
+    *,
+    line: str = "drafter.name",
+    conditional: bool = False,
+    looks: Mapping[object, Mapping[str, Any]] | None = None,
+) -> Axes:
+    """Share of steps with at least i accepted drafts against i, one line per row of `overall`.
+
+    Args:
+        ax: the axes, of final size.
+        overall: rows of `Tables.overall`, one per value of `line`: select a panel and a temperature first.
+        line: column of labels.
+        conditional: the share among steps that reached position i instead.
+        looks: as for `acceptance_length_sweep`.
+
+    Raises:
+        UsageError: a missing column, or several rows of one line.
+    """
+    _check(overall, [line, "accepted_at_1"], unique=[line])
+    looks = style.line_styles(overall[line]) if looks is None else looks
+    names = [c for c in overall.columns if c.startswith("accepted_at_") and not c.endswith("_conditional")]
+    positions = np.arange(1, len(names) + 1)
+    columns = [name + ("_conditional" if conditional else "") for name in names]
+    with style.paper():
+        ax.set_ylim(0, 1.0)
+        _set_ticks(ax, pd.Series(positions))
+        ends, end_looks = {}, {}
+        for rank, (_, row) in enumerate(overall.iterrows()):
+            y = row[columns].to_numpy(dtype=float)
+            ax.plot(positions, y, zorder=3 + 0.01 * rank, clip_on=False, **looks[row[line]])
+            drawn = np.flatnonzero(np.isfinite(y))
+            if len(drawn):
+                label = _label(row[line])
+                ends[label] = (float(positions[drawn[-1]]), float(y[drawn[-1]]))
+                end_looks[label] = looks[row[line]]
+        ax.set_xlabel("draft position i")
+        ax.set_ylabel(
+            "acceptance at i\n(share of steps that reach i)" if conditional else "at least i accepted\n(share of steps)"
+        )
+        return label_line_ends(ax, ends, end_looks, style.SMALL_PT)
+
+
+def sweep_figure(
+    overall: pd.DataFrame,
+    *,
+    panel: str | None = "verifier.name",
+    x: str = "sampling.temperature",
+    line: str = "drafter.name",
+    metric: str = "acceptance_length",
+    reference: Mapping[str, float] | None = None,
+    width_in: float = style.PAGE_IN,
+    height_in: float = 2.3,
+) -> Figure:
+    """`acceptance_length_sweep` in small multiples: one panel per `panel`, one shared y scale, one look per line.
+
+    Args:
+        overall: `Tables.overall`, one row per (panel, x, line).
+        panel: column of panels; None draws one.
+        x, line, metric, reference: as for `acceptance_length_sweep`.
+        width_in: `style.COLUMN_IN` or `style.PAGE_IN`.
+        height_in: of the figure.
+    """
+    if panel is not None:
+        _check(overall, [panel], unique=[])
+    _check(overall, [line, metric], unique=[])
+    values = [None] if panel is None else list(dict.fromkeys(overall[panel]))
+    looks = style.line_styles(overall[line])
+    with style.paper():
+        fig, axes = _panels(
+            len(values), [_label(v) for v in looks] + list(reference or {}), width_in=width_in, height_in=height_in
+        )
+        _set_length_limits(axes[0], overall, metric, reference)
+        for i, (ax, value) in enumerate(zip(axes, values, strict=True)):
+            rows = overall if panel is None else overall[overall[panel] == value]
+            limits = axes[0].get_ylim()
+            acceptance_length_sweep(
+                _fixed(ax, limits), rows, x=x, line=line, metric=metric, reference=reference, looks=looks
+            )
+            if panel is not None:
+                lossy = "lossless" in rows and not rows["lossless"].all()
+                ax.set_title(f"{_label(value)}{' (lossy)' if lossy else ''}", loc="left", pad=5)
+            if i:
+                ax.set_ylabel("")
+                ax.tick_params(labelleft=False)
+    return fig
+
+
+def save(fig: Figure, folder: Path | str, name: str = "figure") -> list[Path]:
+    """`name`.png (300 dpi) and `name`.pdf in `folder`, each replaced as a whole; equal figures give equal bytes."""
+    folder = Path(folder)
+    if not hasattr(fig.canvas, "print_png"):
+        FigureCanvasAgg(fig)
+    with style.paper():
+        return [
+            files.replace(folder / f"{name}.png", lambda path: fig.savefig(path, metadata={"Software": None})),
+            files.replace(folder / f"{name}.pdf", lambda path: fig.savefig(path, metadata={"CreationDate": None})),
+        ]
+
+
+def _panels(num_panels: int, labels: list[str], *, width_in: float, height_in: float) -> tuple[Figure, list[Axes]]:
+    """Axes of equal, final size with room for line-end labels right of each: a layout engine would move them later."""
+    fig = Figure(figsize=(width_in, height_in))
+    FigureCanvasAgg(fig)
+    left, bottom, top = 0.52, 0.40, 0.22
+    room = max((text_width_pt(label, style.SMALL_PT) for label in labels), default=0.0) / 72 + 0.17
+    each = (width_in - left - num_panels * room - 0.08 * (num_panels - 1)) / num_panels
+    if each < 0.6:
+        raise UsageError(f"panels: expected at most what fits {width_in} in with labels beside each, got {num_panels}")
+    axes = []
+    for i in range(num_panels):
+        start = left + i * (each + room + 0.08)
+        box = (start / width_in, bottom / height_in, each / width_in, (height_in - bottom - top) / height_in)
+        axes.append(fig.add_axes(box))
+    return fig, axes
+
+
+def _fixed(ax: Axes, limits: tuple[float, float]) -> Axes:
+    ax.set_ylim(*limits)
+    ax.set_autoscaley_on(False)
+    return ax
+
+
+def _set_length_limits(ax: Axes, overall: pd.DataFrame, metric: str, reference: Mapping[str, float] | None) -> None:
+    """Limits around all intervals and references; left alone where the caller has already fixed them."""
+    if not ax.get_autoscaley_on():
+        return
+    columns = overall[[metric, f"{metric}_low", f"{metric}_high"]].to_numpy(dtype=float)
+    values = np.concatenate([columns[np.isfinite(columns)], list((reference or {}).values())])
+    if not len(values):
+        return
+    low, high = values.min(), values.max()
+    pad = 0.06 * (high - low) or 0.1
+    ax.set_ylim(low - pad, high + pad)
+    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+
+
+def _set_ticks(ax: Axes, x: pd.Series) -> None:
+    """Ticks at the measured points where they are few, and a little room beside the outer ones."""
+    points = np.unique(x.to_numpy(dtype=float))
+    span = (points[-1] - points[0]) or 1.0
+    ax.set_xlim(points[0] - 0.04 * span, points[-1] + 0.04 * span)
+    if len(points) <= 8 and (len(points) < 2 or np.diff(points).min() >= 0.06 * span):
+        ax.set_xticks(points, [value_text(float(point)) for point in points])
+
+
+def _label(value: object) -> str:
+    return value_text(value).replace("_", " ")
+
+
+def _check(overall: pd.DataFrame, columns: list[str], unique: list[str]) -> None:
+    missing = [name for name in columns if name not in overall.columns]
+    if missing:
+        raise UsageError(f"overall: expected the columns {', '.join(columns)}, {', '.join(missing)} missing")
+    if unique and overall.duplicated(unique).any():
+        twice = overall.loc[overall.duplicated(unique), unique].iloc[0].to_dict()
+        raise UsageError(f"overall: expected one row per {' and '.join(unique)}, got several at {twice}; select first")

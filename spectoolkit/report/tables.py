@@ -1,0 +1,209 @@
+"""Cells to tables: `build` computes every number once, unrounded; `write` puts them on disk (rounding: `text`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+
+import pandas as pd
+
+from spectoolkit import metrics
+from spectoolkit.errors import UsageError
+from spectoolkit.report import files, text
+from spectoolkit.report.cells import LOSSLESS_KEY, CellResult, axis_columns, check_shared
+
+INTERVAL_METRICS = ("acceptance_length", "acceptance_length_request_mean")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What `build` returns; all values unrounded.
+
+    Attributes:
+        axes: the axes, as given.
+        overall: one row per cell: the axes (`cells.axis_columns`), `engine`, `lossless`, the metrics of
+            `metrics.summarise` with `_low` and `_high` after the two acceptance lengths, and `undefined`, the names of
+            the metrics that have no value.
+        by_category: the same per cell and prompt category, `category` after the axes.
+        differences: per cell that has a baseline: the axes, `engine`, `baseline`, `difference` (cell − baseline,
+            acceptance_length, tokens per target forward), `difference_low`, `difference_high`, `excludes_zero`.
+            Cells whose point of the other axes has no baseline cell hold NaN. Empty without a baseline.
+        confidence: of every interval.
+        num_resamples: of every interval.
+    """
+
+    axes: tuple[str, ...]
+    overall: pd.DataFrame
+    by_category: pd.DataFrame
+    differences: pd.DataFrame
+    confidence: float
+    num_resamples: int
+
+
+def build(
+    cells: Sequence[CellResult],
+    axes: Sequence[str],
+    baseline: Mapping[str, object] | None = None,
+    *,
+    num_resamples: int = 2000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Tables:
+    """Tables of `cells` over `axes`; cells that differ in anything else are refused (`cells.check_shared`).
+
+    Args:
+        cells: in the order of the rows.
+        axes: settings ("sampling.temperature") or groups of settings ("drafter").
+        baseline: settings of the baseline cells, e.g. {"drafter.name": "argmax"}; each other cell is compared with the
+            baseline cell that is equal in every axis that `baseline` does not mention.
+        num_resamples: of the cluster bootstrap (`metrics.bootstrap`).
+        confidence: of the intervals.
+        seed: of the resamples; all cells share them.
+
+    Raises:
+        UsageError: cells that do not belong together, a cell of mixed engines or without "verifier.is_lossless", a
+            baseline that no cell or more than one cell per point fits, or a pair of cells with different prompts.
+    """
+    check_shared(cells, axes)
+    columns = {name: values for axis in axes for name, values in axis_columns(cells, axis).items()}
+    columns = {name: _one_type(values) for name, values in columns.items()}
+    columns["engine"] = [_engine(cell) for cell in cells]
+    lossless = [_lossless(cell) for cell in cells]
+    options = (num_resamples, confidence, seed)
+
+    overall, by_category = [], []
+    for i, cell in enumerate(cells):
+        head = {name: values[i] for name, values in columns.items()}
+        tail = {"lossless": lossless[i]}
+        overall.append(head | tail | _numbers(cell.rows, options))
+        for category, rows in cell.rows.groupby("category", sort=True):
+            by_category.append(head | tail | {"category": category} | _numbers(rows, options))
+    differences = [] if baseline is None else _differences(cells, axes, columns, baseline, options)
+    return Tables(
+        axes=tuple(axes),
+        overall=pd.DataFrame(_same_keys(overall)),
+        by_category=pd.DataFrame(_same_keys(by_category)),
+        differences=pd.DataFrame(differences),
+        confidence=confidence,
+        num_resamples=num_resamples,
+    )
+
+
+def write(
+    tables: Tables,
+    folder: Path | str,
+    title: str,
+    notes: Iterable[str] = (),
+    *,
+    caption: str | None = None,
+    label: str | None = None,
+) -> list[Path]:
+    """table.md, table.csv, table.parquet, table.tex and differences.csv in `folder`; each replaced as a whole.
+
+    table.csv and table.parquet are long: every column, unrounded, `scope` says "overall" or "category".
+    `notes` are paragraphs for table.md; `caption` and `label` make table.tex a floating table.
+    """
+    folder = Path(folder)
+    frames = [tables.overall.assign(scope="overall", category=None), tables.by_category.assign(scope="category")]
+    order = ["scope", "category", *(c for c in tables.overall.columns if c not in ("scope", "category"))]
+    long = pd.DataFrame([row for frame in frames for row in frame.to_dict("records")], columns=order)
+    return [
+        files.replace_text(folder / "table.md", text.markdown(tables, title, list(notes))),
+        files.replace_text(folder / "table.csv", long.to_csv(index=False, lineterminator="\n")),
+        files.replace(folder / "table.parquet", lambda path: long.to_parquet(path, index=False)),
+        files.replace_text(folder / "table.tex", text.latex(tables, caption=caption, label=label)),
+        files.replace_text(folder / "differences.csv", tables.differences.to_csv(index=False, lineterminator="\n")),
+    ]
+
+
+def format_row(cell_row: pd.Series | Mapping[str, object]) -> str:
+    """One row of `Tables.overall` as a few lines for the console."""
+    return text.console(dict(cell_row))
+
+
+def _numbers(rows: pd.DataFrame, options: tuple[int, float, int]) -> dict[str, object]:
+    summary = metrics.summarise(rows)
+    intervals = metrics.bootstrap(rows, INTERVAL_METRICS, *options)
+    numbers: dict[str, object] = {}
+    for name, value in summary.items():
+        numbers[name] = value
+        if name in intervals:
+            numbers[f"{name}_low"], numbers[f"{name}_high"] = intervals[name]
+    return numbers | {"undefined": " ".join(metrics.undefined(summary))}
+
+
+def _differences(
+    cells: Sequence[CellResult],
+    axes: Sequence[str],
+    columns: Mapping[str, Sequence[object]],
+    baseline: Mapping[str, object],
+    options: tuple[int, float, int],
+) -> list[dict[str, object]]:
+    for key in baseline:
+        if key not in columns:
+            raise UsageError(f"baseline: expected settings among {', '.join(columns)}, got {key!r}")
+    # An axis is settled by the baseline when the baseline names it or a setting below it.
+    settled = [axis for axis in axes if any(key == axis or key.startswith(axis + ".") for key in baseline)]
+    others = [axis for axis in axes if axis not in settled]
+
+    def point(i: int) -> tuple[object, ...]:
+        return tuple(columns[axis][i] for axis in others)
+
+    bases: dict[tuple[object, ...], int] = {}
+    for i in range(len(cells)):
+        if all(_same(columns[key][i], value) for key, value in baseline.items()):
+            if point(i) in bases:
+                raise UsageError(f"baseline {dict(baseline)}: expected one cell per point, got two at {point(i)}")
+            bases[point(i)] = i
+    if not bases:
+        raise UsageError(f"baseline {dict(baseline)}: expected settings of at least one cell, no cell has them")
+
+    name = ", ".join(str(value) for value in baseline.values())
+    found = []
+    for i, cell in enumerate(cells):
+        base = bases.get(point(i))
+        if base == i:
+            continue
+        difference = metrics.Difference(math.nan, math.nan, math.nan)
+        if base is not None:
+            difference = metrics.paired_difference(cell.rows, cells[base].rows, "acceptance_length", *options)
+        row = {column: values[i] for column, values in columns.items()}
+        numbers = dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
+        found.append(row | {"baseline": name} | numbers | {"excludes_zero": difference.excludes_zero})
+    return found
+
+
+def _engine(cell: CellResult) -> str:
+    engines = sorted(set(cell.rows["engine"])) if "engine" in cell.rows else []
+    if len(engines) > 1:
+        raise UsageError(f"cells: expected rows of one engine in a cell, got {', '.join(engines)}")
+    return engines[0] if engines else str(cell.settings.get("engine", ""))
+
+
+def _lossless(cell: CellResult) -> bool:
+    if LOSSLESS_KEY not in cell.settings:
+        raise UsageError(f"cells: expected the setting {LOSSLESS_KEY} in every cell, got {', '.join(cell.settings)}")
+    return bool(cell.settings[LOSSLESS_KEY])
+
+
+def _same(stored: object, wanted: object) -> bool:
+    return stored == wanted or str(stored) == str(wanted)  # mixed columns are stored as text
+
+
+def _one_type(values: Sequence[object]) -> list[object]:
+    """Numbers stay numbers and flags stay flags; a column that mixes kinds becomes text, so that it can be stored."""
+    present = [value for value in values if value is not None]
+    flags = [isinstance(value, bool) for value in present]
+    numbers = [isinstance(value, Real) and not flag for value, flag in zip(present, flags, strict=True)]
+    if all(flags) or all(numbers):
+        return list(values)
+    return [None if value is None else str(value) for value in values]
+
+
+def _same_keys(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Per-position columns of every K, in order, where cells differ in K; absent positions are NaN."""
+    widest = max(rows, key=len, default={})
+    return [{key: row.get(key, math.nan) for key in widest} for row in rows]

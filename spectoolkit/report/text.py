@@ -1,0 +1,226 @@
+"""Tables as text for people: Markdown, LaTeX, console. The only place where numbers are rounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from spectoolkit.report.tables import Tables
+
+UNDEFINED = "–"
+LABELS = {
+    "sampling.temperature": "temperature",
+    "num_draft_tokens": "K",
+    "drafter.name": "drafter",
+    "verifier.name": "verifier",
+    "target.name": "target",
+    "draft_model.name": "draft model",
+}
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "−": "$-$"}
+_LATEX |= {character: "\\" + character for character in "&%$#_{}"}
+
+
+def short(name: str) -> str:
+    """A settings key as a word: its customary name, else its last part."""
+    return LABELS.get(name, name.rpartition(".")[2].replace("_", " "))
+
+
+def headings(axes: Sequence[str]) -> dict[str, str]:
+    """Axis -> column heading, all different: "drafter temperature" where the last word alone would occur twice."""
+    words = [short(axis) for axis in axes]
+    return {
+        axis: word if words.count(word) == 1 else axis.replace(".", " ").replace("_", " ")
+        for axis, word in zip(axes, words, strict=True)
+    }
+
+
+def value_text(value: Any) -> str:
+    """A setting as text: 0.7, argmax, yes; `UNDEFINED` when absent."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return UNDEFINED
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def number(value: Any, decimals: int = 2) -> str:
+    """A number with a fixed number of decimals and thousands separators; `UNDEFINED` for NaN."""
+    return UNDEFINED if value is None or math.isnan(value) else f"{value:,.{decimals}f}"
+
+
+def with_interval(row: Mapping[str, Any], name: str, decimals: int = 2, sign: str = "") -> str:
+    """`2.95 [2.88, 3.02]`; the value alone where it has no interval."""
+    value, low, high = (float(row[key]) for key in (name, f"{name}_low", f"{name}_high"))
+    if math.isnan(value):
+        return UNDEFINED
+    if math.isnan(low):
+        return f"{value:{sign}.{decimals}f}"
+    return f"{value:{sign}.{decimals}f} [{low:{sign}.{decimals}f}, {high:{sign}.{decimals}f}]"
+
+
+def markdown(tables: Tables, title: str, notes: Sequence[str]) -> str:
+    """The whole of table.md."""
+    parts = [f"# {title}", *notes, _provenance(tables)]
+    parts += ["## Acceptance length", _grid(_main(tables))]
+    parts += ["## Acceptance by draft position", _position_text(), _grid(_by_position(tables, ""))]
+    parts += ["Conditional on reaching the position:", _grid(_by_position(tables, "_conditional"))]
+    if len(tables.differences):
+        parts += ["## Differences from the baseline", _difference_text(tables), _grid(_differences(tables))]
+    if len(tables.by_category):
+        pivot = "Pooled acceptance length, tokens per target forward:"
+        parts += ["## By prompt category", pivot, _grid(_by_category(tables))]
+    return "\n\n".join(parts) + "\n"
+
+
+def latex(tables: Tables, *, caption: str | None = None, label: str | None = None) -> str:
+    """The main table for `\\input`, needs the booktabs package; a floating table if it has a caption or a label."""
+    rows = _main(tables, brief=True)
+    names = list(rows[0]) if rows else []
+    left = {"engine", *headings(tables.axes).values()}
+    columns = "".join("l" if name in left else "r" for name in names)
+    lines = [rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}", r"\toprule", _latex_row(names), r"\midrule"]
+    lines += [_latex_row(list(row.values())) for row in rows]
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    if caption is not None or label is not None:
+        head = [r"\begin{table}", r"\centering"]
+        head += [rf"\caption{{{latex_escape(caption)}}}"] if caption is not None else []
+        head += [rf"\label{{{label}}}"] if label is not None else []
+        lines = [*head, *lines, r"\end{table}"]
+    return "\n".join(lines) + "\n"
+
+
+def latex_escape(text: str) -> str:
+    """`text` with every character that LaTeX would read as a command escaped."""
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def console(row: Mapping[str, Any]) -> str:
+    """A row of `Tables.overall` in a few lines."""
+    names = list(row)
+    head = names[: names.index("lossless")]
+    # Settings below a labelled group ("drafter.name" beside "drafter") would say the same twice.
+    shown = [name for name in head if name.partition(".")[0] not in head or "." not in name]
+    where = "  ".join(f"{heading}={value_text(row[name])}" for name, heading in headings(shown).items())
+    positions = [name for name in names if name.startswith("accepted_at_") and not name.endswith("_conditional")]
+    at = " ".join(number(row[name]) for name in positions)
+    lines = [
+        f"{where}  {'lossless' if row['lossless'] else 'lossy'}",
+        f"  acceptance length {with_interval(row, 'acceptance_length')} tokens per target forward (pooled), "
+        f"{with_interval(row, 'acceptance_length_request_mean')} (mean over requests)",
+        f"  acceptance rate {number(row['acceptance_rate'])} of {number(row['drafted'], 0)} draft tokens; "
+        f"by position {at or UNDEFINED}",
+        f"  {number(row['requests'], 0)} requests of {number(row['clusters'], 0)} prompts, "
+        f"{number(row['emitted'], 0)} tokens in {number(row['steps'], 0)} target forwards",
+    ]
+    if not math.isnan(row["tokens_per_second"]):
+        lines[-1] += f", {number(row['tokens_per_second'], 1)} tokens/s on this machine (noisy)"
+    return "\n".join(lines)
+
+
+def _provenance(tables: Tables) -> str:
+    overall = tables.overall
+
+    def span(name: str) -> str:
+        low, high = overall[name].min(), overall[name].max()
+        return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+
+    engines = {"live": "decoded live", "replay": "exact expectations replayed from teacher-forced passes"}
+    made = ", ".join(engines.get(str(name), str(name)) for name in overall["engine"].unique())
+    k = sum(name.startswith("accepted_at_") and not name.endswith("_conditional") for name in overall.columns)
+    return (
+        f"{len(overall)} cells, {made}; at most {k} draft tokens per step (K); {span('emitted')} output tokens and "
+        f"{span('requests')} requests per cell. Brackets are {100 * tables.confidence:g} % intervals: percentile "
+        f"cluster bootstrap over {span('clusters')} prompts, {tables.num_resamples:,} resamples, the same ones in every "
+        f"cell. {UNDEFINED} marks a value that is undefined (nothing to divide by). Unrounded numbers and all other "
+        "metrics: table.csv, table.parquet."
+    )
+
+
+def _axis_values(tables: Tables, row: Mapping[str, Any]) -> dict[str, str]:
+    """The axes of a row, and the engine where the table mixes engines."""
+    values = {heading: value_text(row[axis]) for axis, heading in headings(tables.axes).items()}
+    if tables.overall["engine"].nunique() > 1:
+        values["engine"] = str(row["engine"])
+    return values
+
+
+def _main(tables: Tables, brief: bool = False) -> list[dict[str, str]]:
+    pooled, mean = ("AL, pooled", "AL, request mean") if brief else (
+        "acceptance length, pooled (Σ emitted / Σ steps)", "acceptance length, mean over requests")  # fmt: skip
+    proposing = "AL, proposing steps" if brief else "per proposing step (Σ emitted / Σ steps with a proposal)"
+    # Both figures must be shown as soon as some steps had no proposal: they differ by as much as the skipped share.
+    skips = bool((tables.overall["proposing_steps"] < tables.overall["steps"]).any())
+    rows = []
+    for row in tables.overall.to_dict("records"):
+        shown = _axis_values(tables, row) | {"lossless": value_text(bool(row["lossless"]))}
+        shown |= {pooled: with_interval(row, "acceptance_length")}
+        shown |= {mean: with_interval(row, "acceptance_length_request_mean")}
+        if skips:
+            shown[proposing] = number(row["acceptance_length_proposing"])
+        shown["acceptance rate"] = number(row["acceptance_rate"])
+        shown["efficiency" if brief else "system efficiency"] = number(row["system_efficiency"])
+        shown["B/draft" if brief else "kept per draft token (bytes)"] = number(row["draft_bytes_per_token"], 0)
+        rows.append(shown)
+    return rows
+
+
+def _position_text() -> str:
+    return "Share of steps in which at least i draft tokens were accepted and emitted (joint):"
+
+
+def _by_position(tables: Tables, suffix: str) -> list[dict[str, str]]:
+    names = [name for name in tables.overall.columns if name.startswith("accepted_at_")]
+    positions = [name for name in names if not name.endswith("_conditional")]
+    return [
+        _axis_values(tables, row)
+        | {name.rpartition("_")[2]: number(row[name + suffix], 3) for name in positions}
+        for row in tables.overall.to_dict("records")
+    ]  # fmt: skip
+
+
+def _difference_text(tables: Tables) -> str:
+    return (
+        f"Pooled acceptance length minus that of {tables.differences['baseline'].iloc[0]} at the same other settings, "
+        f"tokens per target forward, paired by prompt. Each {100 * tables.confidence:g} % interval stands alone: among "
+        f"many rows, about one in {1 / (1 - tables.confidence):.0f} excludes 0 by chance."
+    )
+
+
+def _differences(tables: Tables) -> list[dict[str, str]]:
+    rows = []
+    for row in tables.differences.to_dict("records"):
+        absent = math.isnan(float(row["difference"]))
+        verdict = UNDEFINED if absent else value_text(bool(row["excludes_zero"]))
+        shown = {"difference": with_interval(row, "difference", sign="+"), "excludes 0": verdict}
+        rows.append(_axis_values(tables, row) | shown)
+    return rows
+
+
+def _by_category(tables: Tables) -> list[dict[str, str]]:
+    categories = list(dict.fromkeys(tables.by_category["category"]))
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in tables.by_category.to_dict("records"):
+        axes = _axis_values(tables, row)
+        shown = rows.setdefault(tuple(axes.values()), axes | dict.fromkeys(categories, UNDEFINED))
+        shown[str(row["category"])] = with_interval(row, "acceptance_length")
+    return list(rows.values())
+
+
+def _grid(rows: Sequence[Mapping[str, str]]) -> str:
+    """A Markdown table, columns padded so that it also reads as plain text."""
+    frame = pd.DataFrame([{k: v.replace("|", "\\|") for k, v in row.items()} for row in rows], dtype=object)
+    widths = [max(len(str(name)), *(len(value) for value in frame[name])) for name in frame.columns]
+
+    def line(values: Sequence[str]) -> str:
+        return "| " + " | ".join(value.ljust(width) for value, width in zip(values, widths, strict=True)) + " |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([line(list(frame.columns)), rule, *(line(list(row)) for row in frame.itertuples(index=False))])
+
+
+def _latex_row(values: Sequence[str]) -> str:
+    return " & ".join(latex_escape(value) for value in values) + r" \\"

@@ -1,0 +1,210 @@
+"""A grid of cells, run once each and kept on disk: what is there is not computed again.
+
+A study's folder holds `manifest.json` (how the numbers were made), `cells/FINGERPRINT.parquet` (one row per request),
+`steps/FINGERPRINT.parquet` (one row per step), and the tables and figures made from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pandas as pd
+
+from spectoolkit.datatypes import Completion, Request
+from spectoolkit.decode import decode
+from spectoolkit.errors import RunError
+from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
+from spectoolkit.provenance import provenance
+from spectoolkit.records import request_row, step_frame
+from spectoolkit.report.cells import CellResult
+
+RECORDS_VERSION = (
+    1  # raised when the same settings would give other numbers, so that stored cells are not taken for new ones
+)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a cell decodes with: models loaded, parameters checked.
+
+    Attributes:
+        clusters: request id -> the prompt it came from.
+        categories: request id -> category of that prompt.
+    """
+
+    target: LanguageModel
+    drafter: Drafter
+    verifier: Verifier
+    requests: Sequence[Request]
+    clusters: Mapping[str, str]
+    categories: Mapping[str, str]
+    num_draft_tokens: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of a study's grid.
+
+    Attributes:
+        settings: everything that identifies it, flat: {"sampling.temperature": 0.7, "drafter.name": "argmax", ...}.
+        identity: the part of the settings that can change its numbers; its hash names the files.
+        build: loads models and prompts; called only when the cell is not on disk.
+    """
+
+    settings: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    num_requests: int
+    build: Callable[[], Experiment]
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps({"records": RECORDS_VERSION, **self.identity}, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def label(self) -> str:
+        return " ".join(str(self.settings[key]) for key in ("drafter.name", "verifier.name", "sampling.temperature"))
+
+
+class Progress(Protocol):
+    """Takes note of finished work, to show it."""
+
+    def update(self, n: float = 1) -> Any: ...
+
+    def set_description(self, desc: str) -> Any: ...
+
+
+class Store:
+    """The cells of one study folder. Every file appears whole or not at all, also with two runs at once.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        with _writing(self.folder):
+            for name in ("cells", "steps"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+            probe = self.folder / f".probe-{secrets.token_hex(4)}"
+            probe.write_text("")
+            probe.unlink()
+
+    def has(self, cell: Cell) -> bool:
+        return self._path("cells", cell).exists()
+
+    def load(self, cell: Cell) -> CellResult:
+        """The stored rows of a cell.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        path = self._path("cells", cell)
+        try:
+            return CellResult(cell.settings, pd.read_parquet(path))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} is not a readable cell ({error}); delete it to have it computed again") from error
+
+    def cell_path(self, cell: Cell) -> Path:
+        """The file of a cell's request rows."""
+        return self._path("cells", cell)
+
+    def describe(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+        """For a manifest: each cell's file, settings, and how and when it was computed."""
+        rows = ((cell, self.load(cell).rows) for cell in cells)
+        return [{"file": self.cell_path(c).name, "settings": c.settings, **frame.attrs} for c, frame in rows]
+
+    def save(self, cell: Cell, completions: Sequence[Completion], experiment: Experiment, wall_s: float) -> None:
+        """Keep a finished cell, and how it was computed; the file whose existence says so is written last."""
+        ordered = {request.id: i for i, request in enumerate(experiment.requests)}
+        completions = sorted(completions, key=lambda completion: ordered[completion.request.id])
+        rows = [
+            request_row(
+                completion,
+                experiment.num_draft_tokens,
+                cluster=experiment.clusters[completion.request.id],
+                category=experiment.categories[completion.request.id],
+            )
+            for completion in completions
+        ]
+        self._write_parquet(self._path("steps", cell), step_frame(completions))
+        frame = pd.DataFrame(rows)
+        frame.attrs = {"wall_s": round(wall_s, 3), **provenance()}  # travels in the file's metadata
+        self._write_parquet(self._path("cells", cell), frame)
+
+    def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        """Write `manifest.json`."""
+        with self._replacing(self.folder / "manifest.json") as temporary:
+            temporary.write_text(json.dumps(manifest, indent=2, default=str) + "\n")
+
+    def _path(self, kind: str, cell: Cell) -> Path:
+        return self.folder / kind / f"{cell.fingerprint}.parquet"
+
+    def _write_parquet(self, path: Path, frame: pd.DataFrame) -> None:
+        with self._replacing(path) as temporary:
+            frame.to_parquet(temporary, index=False)
+
+    @contextmanager
+    def _replacing(self, path: Path) -> Iterator[Path]:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        with _writing(path):
+            try:
+                yield temporary
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror or error} (finished cells are kept)") from error
+
+
+def missing_requests(cells: Sequence[Cell], store: Store) -> int:
+    """How many requests are still to be decoded."""
+    return sum(cell.num_requests for cell in cells if not store.has(cell))
+
+
+def run_cells(cells: Sequence[Cell], store: Store, progress: Progress) -> list[CellResult]:
+    """Compute the cells that are not on disk yet, in order, and return all of them.
+
+    `progress` counts the requests of cells that were not stored.
+    """
+    results: list[CellResult] = []
+    for cell in cells:
+        if not store.has(cell):
+            progress.set_description(cell.label)
+            run_cell(cell, store, progress)
+        results.append(store.load(cell))
+    return results
+
+
+def run_cell(cell: Cell, store: Store, progress: Progress) -> None:
+    """Decode one cell and keep it."""
+    experiment = cell.build()
+    begin = time.perf_counter()
+    completions: list[Completion] = []
+    for completion in decode(
+        experiment.target,
+        experiment.drafter,
+        experiment.verifier,
+        experiment.requests,
+        num_draft_tokens=experiment.num_draft_tokens,
+        batch_size=experiment.batch_size,
+    ):
+        completions.append(completion)
+        progress.update(1)
+    store.save(cell, completions, experiment, time.perf_counter() - begin)
