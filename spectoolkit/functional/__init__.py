@@ -1,0 +1,1 @@
+"""The mathematics, as pure functions of tensors: no state, no hidden randomness, nothing else of the package."""

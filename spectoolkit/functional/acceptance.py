@@ -1,0 +1,95 @@
+"""What verification rules share: overlaps, residuals, accepted prefixes and the emitted block.
+
+p is the target's row, q the draft's, x a drafted token. Vocabularies may differ in size: an id that one side lacks has
+probability 0 there. -1 stands for "no token".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+TYPICAL_TOLERANCE = 1e-5
+"""A probability that exceeds the typical threshold by no more than this, relatively, counts as equal to it: above the
+rounding of the entropy of a float32 row over a large vocabulary."""
+
+
+def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """Acceptance probability [...] float64 of a token drawn from q under rejection, of rows [..., V].
+
+    sum_x min(p(x), q(x)) = 1 - TV(p, q)      (Leviathan et al., arXiv 2211.17192, theorem 3.5)
+    """
+    shared = min(target_probs.shape[-1], draft_probs.shape[-1])
+    smaller = torch.minimum(target_probs[..., :shared], draft_probs[..., :shared])
+    return smaller.sum(-1, dtype=torch.float64)
+
+
+def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """Unnormalised law [..., V] of the token at a rejected position after a ratio test: (p - q)+.
+
+    p itself where (p - q)+ is empty, as happens by rounding when p and q are equal but for their last digits.
+    """
+    vocab_size, draft_vocab_size = target_probs.shape[-1], draft_probs.shape[-1]
+    if draft_vocab_size < vocab_size:
+        draft_probs = pad(draft_probs, (0, vocab_size - draft_vocab_size))
+    difference = target_probs - draft_probs[..., :vocab_size]
+    return _or_else(difference.clamp_(min=0), target_probs)
+
+
+def point_mass_residual(target_probs: Tensor, tokens: Tensor) -> Tensor:
+    """Unnormalised law [..., V] of the token at a rejected position when x was certain to be drafted: p without x.
+
+    (p - q)+ with q the one-hot row of `tokens` [...]. p itself where nothing is left.
+    """
+    index = tokens.clamp(0, target_probs.shape[-1] - 1)[..., None]
+    remaining = torch.where(tokens[..., None] == index, 0, target_probs.gather(-1, index))
+    return _or_else(target_probs.scatter(-1, index, remaining), target_probs)
+
+
+def _or_else(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """`weights`, or `otherwise` in the rows where they sum to 0."""
+    return torch.where(weights.sum(-1, keepdim=True) > 0, weights, otherwise)
+
+
+def probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
+    """Probability [...] float64 of `tokens` [...] in `probs` [..., V]; 0 for -1 and for ids behind the rows' end."""
+    index = tokens.clamp(0, probs.shape[-1] - 1)
+    found = probs.gather(-1, index[..., None]).squeeze(-1).to(torch.float64)
+    return torch.where(tokens == index, found, 0)
+
+
+def typical_threshold(target_probs: Tensor, epsilon: float, delta: float) -> Tensor:
+    """Threshold [...] float64 of typical acceptance for rows [..., V]; H is the entropy in nats.
+
+    min(epsilon, delta * exp(-H(p)))      (Cai et al., arXiv 2401.10774, section 3)
+    """
+    entropy = torch.special.entr(target_probs).sum(-1, dtype=torch.float64)
+    return (delta * torch.exp(-entropy)).clamp(max=epsilon)
+
+
+def is_drafted(lengths: Tensor, num_draft_tokens: int) -> Tensor:
+    """Which slots [B, K] hold a draft token, for proposals of `lengths` [B]."""
+    return torch.arange(num_draft_tokens, device=lengths.device) < lengths[:, None]
+
+
+def prefix_length(accepted: Tensor, lengths: Tensor) -> Tensor:
+    """Length [B] of the accepted prefix: leading True entries of `accepted` [B, K] among the first `lengths` [B]."""
+    passed = accepted & is_drafted(lengths, accepted.shape[1])
+    return passed.to(torch.int64).cumprod(-1).sum(-1)
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """`rows[b, index[b]]` for every b: one row of [B, N, ...] per sequence."""
+    return rows[torch.arange(len(index), device=index.device), index]
+
+
+def emitted_block(tokens: Tensor, num_accepted: Tensor, last: Tensor) -> Tensor:
+    """The block [B, K+1] that a step emits: the first `num_accepted` [B] of `tokens` [B, K], then `last` [B], then -1.
+
+    `last` is -1 where the rule emits nothing behind the accepted prefix.
+    """
+    position = torch.arange(tokens.shape[1] + 1, device=tokens.device)
+    end = num_accepted[:, None]
+    behind = torch.where(position == end, last[:, None], -1)
+    return torch.where(position < end, pad(tokens, (0, 1), value=-1), behind)

@@ -1,0 +1,50 @@
+"""Drawing tokens by inversion, from noise that the caller brings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CHUNK = 256
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Token ids [...] int64 of `probs` [..., V] at `uniforms` [...] in [0, 1): inverse CDF, in float64.
+
+        id = first x with F(x) > u * F(V - 1),   F(x) = probs[0] + .. + probs[x]
+
+    `probs` are weights >= 0; they need not sum to 1. The id always has positive weight, at u = 0 and at the largest u
+    below 1 as well. A row without positive weight, or with NaN, gives some id below V and leaves the others alone.
+    """
+    # Two levels, because a float64 running sum over a whole vocabulary costs tens of times more than sums of chunks.
+    vocab_size = probs.shape[-1]
+    width = min(_CHUNK, vocab_size)
+    num_whole = vocab_size // width
+    whole = probs[..., : num_whole * width].unflatten(-1, (num_whole, width))
+    rest = probs[..., num_whole * width :]
+    masses = torch.cat(
+        [whole.sum(-1, dtype=torch.float64), rest.sum(-1, keepdim=True, dtype=torch.float64)],
+        dim=-1,
+    )
+    cumulated = masses.cumsum(-1)
+    goal = uniforms.to(torch.float64) * cumulated[..., -1]
+    chunk = _first_above(cumulated, goal, masses)
+    before = torch.nn.functional.pad(cumulated, (1, 0)).gather(-1, chunk[..., None])
+    ids = chunk[..., None] * width + torch.arange(width, device=probs.device)
+    weights = probs.gather(-1, ids.clamp(max=vocab_size - 1)).to(torch.float64).masked_fill(ids >= vocab_size, 0)
+    offset = _first_above(weights.cumsum(-1), goal - before.squeeze(-1), weights)
+    return (chunk * width + offset).clamp(max=vocab_size - 1)
+
+
+def _first_above(cumulated: Tensor, goal: Tensor, weights: Tensor) -> Tensor:
+    """First index with `cumulated > goal` and positive weight; the last one with positive weight if there is none.
+
+    Asking for positive weight is not redundant: rounding differs between the two levels, and a parallel running sum
+    need not be monotonic.
+    """
+    size = weights.shape[-1]
+    index = torch.arange(size, device=weights.device)
+    is_positive = weights > 0
+    first = torch.where(is_positive & (cumulated > goal[..., None]), index, size).amin(-1)
+    last_positive = torch.where(is_positive, index, 0).amax(-1)
+    return torch.where(first < size, first, last_positive)

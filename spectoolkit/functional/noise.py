@@ -1,0 +1,83 @@
+"""Counter-based noise: every uniform is a pure function of what it is for, so there is no generator state.
+
+Construction. With the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014; constants are Stafford's variant 13 of MurmurHash3's) and its increment, all modulo 2^64,
+
+    mix(z):        z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;  z ^= z >> 31
+    absorb(h, w):  mix(h + GAMMA * (w + 1)),   GAMMA = 0x9E3779B97F4A7C15 (odd)
+
+the words are absorbed one after the other from h = 0, then mixed once more:
+
+    bits = mix(absorb(absorb(absorb(absorb(0, seed), request key), 4 * start + role), position))
+    u    = (bits >> 11) / 2^53
+
+For fixed other words the bits are a bijection of each word, so keys that differ in one word never share their bits;
+keys that differ in more words collide with the chance of random 64-bit numbers. In the last word this is the SplitMix64
+stream that starts at `h`. Only int64 sums, products, shifts and bitwise operations are needed, and each number depends
+on its own key alone: it is the same on every device, in every batch and for every block length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Role(IntEnum):
+    """What a uniform decides; at most four roles fit the key."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    EMIT = 2
+
+
+def request_key(request_id: str) -> int:
+    """A signed 64-bit key of a request's name, the same in every process: BLAKE2b of its UTF-8 bytes."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def uniforms(seeds: Tensor, request_keys: Tensor, starts: Tensor, num_positions: int, role: Role) -> Tensor:
+    """Uniforms [B, N] float64 in [0, 1), multiples of 2^-53; column j is for position `starts[b] + j` of row b.
+
+    The start of the step is part of the key besides the position: after a step rejects, later positions are drafted
+    again, and noise that already took part in a decision must not come back.
+
+    Args:
+        seeds, request_keys: [B] int64, any values.
+        starts: [B] int64 >= 0, below 2^61.
+        num_positions: N.
+        role: what the numbers decide.
+    """
+    state = _absorb(torch.zeros_like(seeds), seeds)
+    state = _absorb(state, request_keys)
+    state = _absorb(state, 4 * starts + int(role))
+    positions = starts[:, None] + torch.arange(num_positions, device=starts.device)
+    bits = _mix(_absorb(state[:, None], positions))
+    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_FIRST_FACTOR = _signed(0xBF58476D1CE4E5B9)
+_SECOND_FACTOR = _signed(0x94D049BB133111EB)
+
+
+def _absorb(state: Tensor, word: Tensor) -> Tensor:
+    return _mix(state + (word + 1) * _GAMMA)
+
+
+def _mix(words: Tensor) -> Tensor:
+    words = (words ^ _shift_right(words, 30)) * _FIRST_FACTOR
+    words = (words ^ _shift_right(words, 27)) * _SECOND_FACTOR
+    return words ^ _shift_right(words, 31)
+
+
+def _shift_right(words: Tensor, by: int) -> Tensor:
+    """Logical shift: int64 shifts are arithmetic, so the copies of the sign are masked out."""
+    return (words >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,39 @@
+"""Closed forms for a constant acceptance rate (Leviathan et al., arXiv 2211.17192, section 3)."""
+
+from __future__ import annotations
+
+import math
+
+
+def expected_acceptance_length(rate: float, num_draft_tokens: int) -> float:
+    """Expected tokens per step, recovered or bonus token included (equation 1).
+
+        (1 - a^(K+1)) / (1 - a) = 1 + a + .. + a^K
+
+    `rate` is a, the chance that a draft token is accepted, independent and equal at all positions. The sum is used: it
+    needs no special case at a = 1, where it is K + 1, and loses no digits near it.
+
+    Raises:
+        ValueError: `rate` outside [0, 1] or `num_draft_tokens` negative.
+    """
+    if not 0 <= rate <= 1:
+        raise ValueError(f"rate: expected a number in [0, 1], got {rate!r}")
+    if num_draft_tokens < 0:
+        raise ValueError(f"num_draft_tokens: expected an integer >= 0, got {num_draft_tokens!r}")
+    return math.fsum(rate**i for i in range(num_draft_tokens + 1))
+
+
+def expected_speedup(rate: float, num_draft_tokens: int, cost_ratio: float) -> float:
+    """Expected speed-up over plain decoding (theorem 3.8): tokens per step over the cost of a step.
+
+        (1 - a^(K+1)) / ((1 - a) (K c + 1))
+
+    `cost_ratio` is c, the time of one draft token over the time of one target pass. A target pass is taken to cost the
+    same for one token and for K + 1.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+    if not (math.isfinite(cost_ratio) and cost_ratio >= 0):
+        raise ValueError(f"cost_ratio: expected a number >= 0, got {cost_ratio!r}")
+    return expected_acceptance_length(rate, num_draft_tokens) / (num_draft_tokens * cost_ratio + 1)

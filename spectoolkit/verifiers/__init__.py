@@ -1,0 +1,7 @@
+"""Rules that decide how much of a proposal becomes output, one file each."""
+
+from spectoolkit.verifiers.match import Match
+from spectoolkit.verifiers.rejection import Rejection
+from spectoolkit.verifiers.typical import Typical
+
+__all__ = ["Match", "Rejection", "Typical"]

@@ -1,0 +1,43 @@
+"""Strict match: sample from the target and see whether the draft guessed it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from spectoolkit.datatypes import PAD, Dense, DraftLaw, PointMass, Proposal, Uniforms, Verdict
+from spectoolkit.functional.acceptance import is_drafted, prefix_length
+from spectoolkit.functional.draw import draw
+
+
+@dataclass(frozen=True)
+class Match:
+    """Draw the target's own token at every position; a draft is accepted if it is that token.
+
+        y_j ~ p_j for j = 0 .. K;   accept x_i while x_i = y_i;   emit y_n at the first mismatch, or as the bonus
+
+    What is emitted is y_0 .. y_n, target samples whatever was drafted. A draft is accepted with probability p(x), which
+    is sum_x p(x) q(x) for x ~ q: never more than under rejection, but no draft law has to be kept.
+
+    Reference: the strict sample-and-compare verification of serving systems; no paper claims it. At temperature 0 it is
+    the exact match of Stern et al., arXiv 1811.03115, section 3.
+    Laws: PointMass, Dense (ignored). Lossless. `judged_alone` is x_i = y_i at each position.
+
+    Noise: y_j is drawn with `emit[:, j]`; `accept` is not used.
+    """
+
+    laws: ClassVar[tuple[type[DraftLaw], ...]] = (PointMass, Dense)
+    is_lossless: ClassVar[bool] = True
+
+    def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
+        """See `interfaces.Verifier`."""
+        tokens, lengths = proposal.tokens, proposal.lengths
+        sampled = draw(target_probs, uniforms.emit)
+        matched = is_drafted(lengths, tokens.shape[1]) & (tokens == sampled[:, :-1])
+        num_accepted = prefix_length(matched, lengths)
+        position = torch.arange(sampled.shape[1], device=sampled.device)
+        emitted = torch.where(position <= num_accepted[:, None], sampled, PAD)
+        return Verdict(num_accepted, emitted, judged_alone=matched)

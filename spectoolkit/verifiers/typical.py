@@ -1,0 +1,85 @@
+"""Typical acceptance: accept what the target finds plausible enough."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from spectoolkit.datatypes import PAD, Dense, DraftLaw, PointMass, Proposal, Uniforms, Verdict
+from spectoolkit.errors import UsageError
+from spectoolkit.functional.acceptance import (
+    TYPICAL_TOLERANCE,
+    emitted_block,
+    is_drafted,
+    prefix_length,
+    probs_of,
+    take,
+    typical_threshold,
+)
+from spectoolkit.functional.draw import draw
+
+Recovery = Literal["sample", "argmax", "first_only"]
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Accept each draft whose target probability exceeds a threshold that falls with the target's entropy H (in nats).
+
+        accept x_i while p_i(x_i) > min(epsilon, delta * exp(-H(p_i)))
+
+    The comparison is strict: a probability equal to the threshold, within `TYPICAL_TOLERANCE`, is rejected.
+    At the first rejected position n the output goes on with, by `recovery`,
+
+        "sample"      a sample of p_n
+        "argmax"      the most probable token of p_n (lowest id on ties)
+        "first_only"  a sample of p_n if n = 0, else nothing: older serving code, kept to measure what it costs
+
+    and with a sample of p_n, the bonus token, if all n drafts were accepted (n = 0 included), for every `recovery`.
+
+    Reference: Cai et al. (Medusa), arXiv 2401.10774, section 3, typical acceptance. We deviate as serving systems do:
+    every draft is tested, where Medusa takes the first token of a step greedily and unconditionally, and the bonus
+    token is the target's ordinary sample also when recovered tokens are the argmax.
+    Laws: PointMass, Dense (ignored). Not lossless. `judged_alone` is the test of each position on its own.
+
+    Noise: the token at position n is drawn with `emit[:, n]`; `accept` is not used.
+
+    Raises:
+        UsageError: `epsilon` outside (0, 1], `delta` not positive and finite, or an unknown `recovery`.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+    recovery: Recovery = "sample"
+
+    laws: ClassVar[tuple[type[DraftLaw], ...]] = (PointMass, Dense)
+    is_lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon <= 1:
+            raise UsageError(f"verifier.epsilon: expected a number in (0, 1], got {self.epsilon!r}")
+        if not 0 < self.delta < math.inf:
+            raise UsageError(f"verifier.delta: expected a finite number > 0, got {self.delta!r}")
+        if self.recovery not in get_args(Recovery):
+            raise UsageError(f"verifier.recovery: expected one of {get_args(Recovery)}, got {self.recovery!r}")
+
+    def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
+        """See `interfaces.Verifier`."""
+        tokens, lengths = proposal.tokens, proposal.lengths
+        rows = target_probs[:, :-1]
+        threshold = typical_threshold(rows, self.epsilon, self.delta)
+        is_typical = probs_of(rows, tokens) > threshold * (1 + TYPICAL_TOLERANCE)
+        accepted = is_typical & is_drafted(lengths, tokens.shape[1])
+        num_accepted = prefix_length(accepted, lengths)
+
+        row = take(target_probs, num_accepted)
+        last = draw(row, take(uniforms.emit, num_accepted))
+        is_recovered = num_accepted < lengths
+        if self.recovery == "argmax":
+            last = torch.where(is_recovered, row.argmax(-1), last)
+        elif self.recovery == "first_only":
+            last = torch.where(is_recovered & (num_accepted > 0), PAD, last)
+        return Verdict(num_accepted, emitted_block(tokens, num_accepted, last), judged_alone=accepted)
