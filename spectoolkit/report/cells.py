@@ -47,7 +47,9 @@ def check_shared(cells: Sequence[CellResult], axes: Sequence[str]) -> None:
     keys = sorted({key for cell in cells for key in cell.settings})
     for axis in axes:
         if not any(covers(axis, key) for key in keys):
-            raise UsageError(f"axes: expected settings of the cells ({', '.join(keys)}) or groups of them, got {axis!r}")
+            raise UsageError(
+                f"axes: expected settings of the cells ({', '.join(keys)}) or groups of them, got {axis!r}"
+            )
     free = [key for key in keys if any(covers(axis, key) for axis in axes)]
 
     differing = []

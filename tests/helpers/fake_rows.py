@@ -41,7 +41,12 @@ def step(
 
 
 def row(
-    steps: list[StepRecord], num_draft_tokens: int, *, cluster: str = "p0", category: str = "code", stored_bytes: int = 0
+    steps: list[StepRecord],
+    num_draft_tokens: int,
+    *,
+    cluster: str = "p0",
+    category: str = "code",
+    stored_bytes: int = 0,
 ) -> dict[str, object]:
     """The request row of `steps`."""
     tokens = tuple(range(int(sum(s.emitted for s in steps))))
