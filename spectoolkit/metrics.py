@@ -3,11 +3,11 @@
 Every metric is a ratio of two sums over requests, so the rows may come from either engine: counts of a live run or
 expected, non-integer counts of a replay.
 
-Intervals are percentile cluster bootstraps (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, sections 8.6 and
-13.3): the steps and requests of one prompt are dependent, so whole prompts (`cluster`) are drawn with replacement and
-every metric is recomputed from the drawn prompts' sums. The draws depend on `seed` and on the number of prompts only:
-cells of one study that hold the same prompts share their resamples. With few prompts (below about 20) percentile
-intervals are too narrow; with one prompt there is none.
+Intervals are percentile cluster bootstraps (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13).
+The steps and requests of one prompt are dependent, so whole prompts (`cluster`) are drawn with replacement and every
+metric is recomputed from the drawn prompts' sums. The draws depend on `seed` and on the number of prompts only: cells of
+one study that hold the same prompts share their resamples. With few prompts (below about 20) percentile intervals are
+too narrow; with one prompt there is none.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ proposal emits exactly one token |
     | tokens_per_second | Σ emitted / Σ (draft_s + target_s + verify_s): one machine's wall clock, a noisy figure |
     | draft_bytes_per_token | largest over requests, bytes kept per draft token between drafting and verification |
     | requests, clusters | rows and distinct prompts |
-    | steps, proposing_steps, drafted, accepted, emitted, truncated | sums; `truncated` counts steps whose block was cut |
+    | steps, proposing_steps, drafted, accepted, emitted, truncated | sums; truncated: steps whose block was cut |
 
     Requests of different K are allowed: a position beyond a request's K counts as not accepted and not reached.
     A zero denominator gives NaN (see `undefined`). Raises `UsageError` when a column is missing.
     """
     _check(rows)
     values = {name: _divide(r.numerator.sum(), r.denominator.sum()) for name, r in _ratios(rows).items()}
-    values["draft_bytes_per_token"] = float(rows["draft_bytes_per_token"].max()) if len(rows) else math.nan
-    counts = {"requests": float(len(rows)), "clusters": float(rows["cluster"].nunique())}
-    return values | {name: counts[name] if name in counts else float(rows[name].sum()) for name in COUNTS}
+    values["draft_bytes_per_token"] = float(_column(rows, "draft_bytes_per_token").max()) if len(rows) else math.nan
+    counts = {"requests": float(len(rows)), "clusters": float(len(set(rows["cluster"])))}
+    return values | {name: counts[name] if name in counts else float(_column(rows, name).sum()) for name in COUNTS}
 
 
 def undefined(summary: Mapping[str, float]) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ def _check(rows: pd.DataFrame) -> None:
     missing = [name for name in _COLUMNS if name not in rows.columns]
     if missing:
         raise UsageError(f"rows: expected the columns of request rows, {', '.join(missing)} missing")
-    if rows["cluster"].isna().any():
+    if bool(pd.isna(rows["cluster"].to_numpy()).any()):
         raise UsageError("rows: expected a cluster for every request, got a missing value")
 
 
@@ -176,12 +176,12 @@ def _select(ratios: Mapping[str, _Ratio], metrics: Sequence[str]) -> dict[str, _
 
 def _ratios(rows: pd.DataFrame) -> dict[str, _Ratio]:
     """Every metric that is a ratio of sums; the only place where numerators and denominators are written down."""
-    column = {name: rows[name].to_numpy(dtype=np.float64) for name in _SUMS}
+    column = {name: _column(rows, name) for name in _SUMS}
     steps, proposing, emitted = column["steps"], column["proposing_steps"], column["emitted"]
     drafted, accepted, verified = column["drafted"], column["accepted"], column["verified"]
-    num_draft_tokens = rows["num_draft_tokens"].to_numpy(dtype=np.float64)
-    seconds = rows[list(_TIMES)].to_numpy(dtype=np.float64).sum(axis=1)
-    accepted_at, reached_at = (_positions(rows[name]) for name in _POSITIONS)
+    num_draft_tokens = _column(rows, "num_draft_tokens")
+    seconds = np.sum([_column(rows, name) for name in _TIMES], axis=0)
+    accepted_at, reached_at = (_positions(rows[name].tolist()) for name in _POSITIONS)
 
     has_steps = steps > 0
     per_request = np.divide(emitted, steps, out=np.zeros_like(steps), where=has_steps)
@@ -203,7 +203,11 @@ def _ratios(rows: pd.DataFrame) -> dict[str, _Ratio]:
     }
 
 
-def _positions(values: pd.Series) -> np.ndarray:
+def _column(rows: pd.DataFrame, name: str) -> np.ndarray:
+    return rows[name].to_numpy(dtype=np.float64)
+
+
+def _positions(values: Sequence[Sequence[float]]) -> np.ndarray:
     """[requests, largest K] from lists of per-request length K, zeros where a request has no such position."""
     lists = [np.asarray(value, dtype=np.float64) for value in values]
     longest = max((len(value) for value in lists), default=0)

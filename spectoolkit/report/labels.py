@@ -66,13 +66,21 @@ def label_line_ends(
     right = max(box.x1 * points_per_pixel, float(pixels[:, 0].max()))
     for (label, end), (x_pt, y_pt), height in zip(ends.items(), pixels, heights, strict=True):
         colour = looks[label]["color"]
-        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0.5, "shrinkB": 3.5, "alpha": 0.7}
+        moved = abs(height - y_pt) > 0.75
+        leader = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.5,
+            "shrinkA": 0.5,
+            "shrinkB": 3.5,
+            "relpos": (0.0, 0.5),
+        }
         ax.annotate(
             label,
             xy=end,
             xytext=(right - x_pt + _PAD_PT, height - y_pt),
             textcoords="offset points",
-            arrowprops=leader | {"relpos": (0.0, 0.5)},
+            arrowprops=leader if moved else None,
             fontsize=size_pt,
             color=colour,
             va="center",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,17 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
 from spectoolkit.errors import UsageError
 from spectoolkit.report import files, style
 from spectoolkit.report.labels import label_line_ends, text_width_pt
 from spectoolkit.report.text import short, value_text
 
-LENGTH_LABEL = "acceptance length\n(tokens per target forward)"
+MAX_BANDS = 4
 _AXIS_LABELS = {
+    "acceptance_length": "acceptance length\n(tokens per target forward)",
+    "acceptance_length_request_mean": "acceptance length, request mean\n(tokens per target forward)",
     "sampling.temperature": "sampling temperature",
     "num_draft_tokens": "draft tokens per step, K",
 }
@@ -35,7 +38,9 @@ def acceptance_length_sweep(
     reference: Mapping[str, float] | None = None,
     looks: Mapping[object, Mapping[str, Any]] | None = None,
 ) -> Axes:
-    """Acceptance length against a numeric setting, one line per `line`, intervals as shaded bands, labels at the ends.
+    """Acceptance length against a numeric setting, one line per `line`, intervals, labels at the ends.
+
+    Intervals are shaded bands, or bars side by side where more than `MAX_BANDS` bands would blend into each other.
 
     Limits and size of `ax` should be final (see `sweep_figure`): labels are placed for them. Lines are drawn at their
     true x, so lines that coincide lie on each other, small filled markers inside larger hollow ones.
@@ -58,13 +63,21 @@ def acceptance_length_sweep(
     looks = style.line_styles(overall[line]) if looks is None else looks
     with style.paper():
         _set_length_limits(ax, overall, metric, reference)
-        _set_ticks(ax, overall[x])
+        _set_ticks(ax, overall[x].tolist())
         ends, end_looks = {}, {}
-        for rank, value in enumerate(dict.fromkeys(overall[line])):
-            rows = overall[overall[line] == value].sort_values(x)
-            at, y = rows[x].to_numpy(float), rows[metric].to_numpy(float)
-            low, high = rows[f"{metric}_low"].to_numpy(float), rows[f"{metric}_high"].to_numpy(float)
-            ax.fill_between(at, low, high, color=looks[value]["color"], alpha=0.16, linewidth=0, zorder=2)
+        lines = overall[line].tolist()
+        names = list(dict.fromkeys(lines))
+        columns = overall[[x, metric, f"{metric}_low", f"{metric}_high"]].to_numpy(dtype=float)
+        for rank, value in enumerate(names):
+            points = columns[[i for i, other in enumerate(lines) if other == value]]
+            at, y, low, high = points[np.argsort(points[:, 0])].T
+            colour = looks[value]["color"]
+            if len(names) <= MAX_BANDS:
+                ax.fill_between(at, low, high, color=colour, alpha=0.16, linewidth=0, zorder=2)
+            else:
+                aside_in = (rank - (len(names) - 1) / 2) * 1.3 / 72
+                beside = ax.transData + ScaledTranslation(aside_in, 0, ax.figure.dpi_scale_trans)
+                ax.vlines(at, low, high, color=colour, linewidth=0.8, alpha=0.8, zorder=2, transform=beside)
             ax.plot(at, y, zorder=3 + 0.01 * rank, clip_on=False, **looks[value])
             drawn = np.flatnonzero(np.isfinite(y))
             if len(drawn):
@@ -75,7 +88,7 @@ def acceptance_length_sweep(
             ends[name] = (ax.get_xlim()[1], value)
             end_looks[name] = {"color": "#777777"}
         ax.set_xlabel(_AXIS_LABELS.get(x, short(x)))
-        ax.set_ylabel(LENGTH_LABEL if metric.startswith("acceptance_length") else metric.replace("_", " "))
+        ax.set_ylabel(_AXIS_LABELS.get(metric, short(metric)))
         return label_line_ends(ax, ends, end_looks, style.SMALL_PT)
 
 
@@ -106,10 +119,10 @@ def acceptance_by_position(
     columns = [name + ("_conditional" if conditional else "") for name in names]
     with style.paper():
         ax.set_ylim(0, 1.0)
-        _set_ticks(ax, pd.Series(positions))
+        _set_ticks(ax, positions.tolist())
         ends, end_looks = {}, {}
-        for rank, (_, row) in enumerate(overall.iterrows()):
-            y = row[columns].to_numpy(dtype=float)
+        for rank, row in enumerate(overall.to_dict("records")):
+            y = np.array([row[name] for name in columns], dtype=float)
             ax.plot(positions, y, zorder=3 + 0.01 * rank, clip_on=False, **looks[row[line]])
             drawn = np.flatnonzero(np.isfinite(y))
             if len(drawn):
@@ -143,24 +156,21 @@ def sweep_figure(
         width_in: `style.COLUMN_IN` or `style.PAGE_IN`.
         height_in: of the figure.
     """
-    if panel is not None:
-        _check(overall, [panel], unique=[])
-    _check(overall, [line, metric], unique=[])
+    _check(overall, [x, line, metric, *([] if panel is None else [panel])], unique=[])
     values = [None] if panel is None else list(dict.fromkeys(overall[panel]))
     looks = style.line_styles(overall[line])
     with style.paper():
-        fig, axes = _panels(
-            len(values), [_label(v) for v in looks] + list(reference or {}), width_in=width_in, height_in=height_in
-        )
+        labels = [_label(value) for value in looks] + list(reference or {})
+        top = 0.08 if panel is None else 0.22
+        fig, axes = _panels(len(values), labels, top=top, width_in=width_in, height_in=height_in)
         _set_length_limits(axes[0], overall, metric, reference)
         for i, (ax, value) in enumerate(zip(axes, values, strict=True)):
-            rows = overall if panel is None else overall[overall[panel] == value]
-            limits = axes[0].get_ylim()
-            acceptance_length_sweep(
-                _fixed(ax, limits), rows, x=x, line=line, metric=metric, reference=reference, looks=looks
-            )
+            rows = overall if panel is None else pd.DataFrame(overall[overall[panel] == value])
+            ax.set_ylim(axes[0].get_ylim())  # set by hand, so the panel keeps them
+            _set_ticks(ax, overall[x].tolist())
+            acceptance_length_sweep(ax, rows, x=x, line=line, metric=metric, reference=reference, looks=looks)
             if panel is not None:
-                lossy = "lossless" in rows and not rows["lossless"].all()
+                lossy = "lossless" in rows and not all(rows["lossless"])
                 ax.set_title(f"{_label(value)}{' (lossy)' if lossy else ''}", loc="left", pad=5)
             if i:
                 ax.set_ylabel("")
@@ -180,11 +190,13 @@ def save(fig: Figure, folder: Path | str, name: str = "figure") -> list[Path]:
         ]
 
 
-def _panels(num_panels: int, labels: list[str], *, width_in: float, height_in: float) -> tuple[Figure, list[Axes]]:
+def _panels(
+    num_panels: int, labels: list[str], *, top: float, width_in: float, height_in: float
+) -> tuple[Figure, list[Axes]]:
     """Axes of equal, final size with room for line-end labels right of each: a layout engine would move them later."""
     fig = Figure(figsize=(width_in, height_in))
     FigureCanvasAgg(fig)
-    left, bottom, top = 0.52, 0.40, 0.22
+    left, bottom = 0.58, 0.40
     room = max((text_width_pt(label, style.SMALL_PT) for label in labels), default=0.0) / 72 + 0.17
     each = (width_in - left - num_panels * room - 0.08 * (num_panels - 1)) / num_panels
     if each < 0.6:
@@ -197,14 +209,9 @@ def _panels(num_panels: int, labels: list[str], *, width_in: float, height_in: f
     return fig, axes
 
 
-def _fixed(ax: Axes, limits: tuple[float, float]) -> Axes:
-    ax.set_ylim(*limits)
-    ax.set_autoscaley_on(False)
-    return ax
-
-
 def _set_length_limits(ax: Axes, overall: pd.DataFrame, metric: str, reference: Mapping[str, float] | None) -> None:
     """Limits around all intervals and references; left alone where the caller has already fixed them."""
+    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     if not ax.get_autoscaley_on():
         return
     columns = overall[[metric, f"{metric}_low", f"{metric}_high"]].to_numpy(dtype=float)
@@ -214,16 +221,33 @@ def _set_length_limits(ax: Axes, overall: pd.DataFrame, metric: str, reference: 
     low, high = values.min(), values.max()
     pad = 0.06 * (high - low) or 0.1
     ax.set_ylim(low - pad, high + pad)
-    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
 
 
-def _set_ticks(ax: Axes, x: pd.Series) -> None:
-    """Ticks at the measured points where they are few, and a little room beside the outer ones."""
-    points = np.unique(x.to_numpy(dtype=float))
+def _set_ticks(ax: Axes, x: Sequence[float]) -> None:
+    """A tick at every measured point where they are few, labelled as far as the labels do not touch.
+
+    Left alone where the caller has already fixed the limits.
+    """
+    points = np.unique(np.asarray(x, dtype=float))
+    if not ax.get_autoscalex_on() or not len(points):
+        return
     span = (points[-1] - points[0]) or 1.0
     ax.set_xlim(points[0] - 0.04 * span, points[-1] + 0.04 * span)
-    if len(points) <= 8 and (len(points) < 2 or np.diff(points).min() >= 0.06 * span):
-        ax.set_xticks(points, [value_text(float(point)) for point in points])
+    if len(points) > 10:
+        return
+    texts = [value_text(float(point)) for point in points]
+    centres = ax.transData.transform([(point, 0.0) for point in points])[:, 0] * 72 / ax.figure.dpi
+    halves = [text_width_pt(text, style.SMALL_PT) / 2 + 1.5 for text in texts]
+    last = len(texts) - 1
+    used = -np.inf
+    for i, (centre, half) in enumerate(zip(centres, halves, strict=True)):
+        # The outermost label is always wanted, so its neighbours give way to it.
+        fits = centre - half >= used and (i == last or centre + half <= centres[last] - halves[last])
+        if fits or i == last:
+            used = centre + half
+        else:
+            texts[i] = ""
+    ax.set_xticks(points, texts)
 
 
 def _label(value: object) -> str:

@@ -13,13 +13,13 @@ PAGE_IN = 6.9
 FONT_PT = 7.5
 SMALL_PT = 7.0
 
-# Okabe & Ito, Color Universal Design (2008); black and yellow left out: the axes are dark, and yellow vanishes on white.
+# Okabe & Ito, Color Universal Design (2008); without black (the axes are dark) and yellow (too pale).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = ("o", "s", "^", "D", "v", "P")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1)), (0, (8, 2)))
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")  # 8, and 5 dashes: looks repeat after 120 lines only
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1)))
 _INK = "#333333"
 
-_RC = {
+_RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
     "font.size": FONT_PT,
     "axes.labelsize": FONT_PT,
@@ -71,7 +71,7 @@ def line_styles(values: Iterable[object]) -> dict[object, dict[str, Any]]:
             "markerfacecolor": "none" if hollow else colour,
             "markeredgecolor": colour,
             "markeredgewidth": 0.9,
-            "markersize": 5.6 if hollow else 3.4,
+            "markersize": 5.2 if hollow else 3.2,
         }
     return styles
 

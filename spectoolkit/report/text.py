@@ -125,7 +125,7 @@ def _provenance(tables: Tables) -> str:
     overall = tables.overall
 
     def span(name: str) -> str:
-        low, high = overall[name].min(), overall[name].max()
+        low, high = min(overall[name].tolist()), max(overall[name].tolist())
         return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
 
     engines = {"live": "decoded live", "replay": "exact expectations replayed from teacher-forced passes"}
@@ -134,16 +134,16 @@ def _provenance(tables: Tables) -> str:
     return (
         f"{len(overall)} cells, {made}; at most {k} draft tokens per step (K); {span('emitted')} output tokens and "
         f"{span('requests')} requests per cell. Brackets are {100 * tables.confidence:g} % intervals: percentile "
-        f"cluster bootstrap over {span('clusters')} prompts, {tables.num_resamples:,} resamples, the same ones in every "
-        f"cell. {UNDEFINED} marks a value that is undefined (nothing to divide by). Unrounded numbers and all other "
-        "metrics: table.csv, table.parquet."
+        f"cluster bootstrap over {span('clusters')} prompts, {tables.num_resamples:,} resamples, the same ones in "
+        f"every cell. {UNDEFINED} marks a value that is undefined (nothing to divide by). Unrounded numbers and all "
+        "other metrics: table.csv, table.parquet."
     )
 
 
 def _axis_values(tables: Tables, row: Mapping[str, Any]) -> dict[str, str]:
     """The axes of a row, and the engine where the table mixes engines."""
     values = {heading: value_text(row[axis]) for axis, heading in headings(tables.axes).items()}
-    if tables.overall["engine"].nunique() > 1:
+    if len(set(tables.overall["engine"])) > 1:
         values["engine"] = str(row["engine"])
     return values
 
@@ -153,7 +153,7 @@ def _main(tables: Tables, brief: bool = False) -> list[dict[str, str]]:
         "acceptance length, pooled (Σ emitted / Σ steps)", "acceptance length, mean over requests")  # fmt: skip
     proposing = "AL, proposing steps" if brief else "per proposing step (Σ emitted / Σ steps with a proposal)"
     # Both figures must be shown as soon as some steps had no proposal: they differ by as much as the skipped share.
-    skips = bool((tables.overall["proposing_steps"] < tables.overall["steps"]).any())
+    skips = any(row["proposing_steps"] < row["steps"] for row in tables.overall.to_dict("records"))
     rows = []
     for row in tables.overall.to_dict("records"):
         shown = _axis_values(tables, row) | {"lossless": value_text(bool(row["lossless"]))}
@@ -223,4 +223,6 @@ def _grid(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def _latex_row(values: Sequence[str]) -> str:
-    return " & ".join(latex_escape(value) for value in values) + r" \\"
+    # \\ would read a row that begins with a bracket or a star as its own argument.
+    guard = "{}" if values and values[0].startswith(("[", "*")) else ""
+    return guard + " & ".join(latex_escape(value) for value in values) + r" \\"
