@@ -11,8 +11,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ import pandas as pd
 from spectoolkit.datatypes import Completion, Request
 from spectoolkit.decode import decode
 from spectoolkit.errors import RunError
+from spectoolkit.files import replace, replace_text, writing
 from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
 from spectoolkit.provenance import provenance
 from spectoolkit.records import request_row, step_frame
@@ -93,7 +93,7 @@ class Store:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        with _writing(self.folder):
+        with writing(self.folder):
             for name in ("cells", "steps"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
             probe = self.folder / f".probe-{secrets.token_hex(4)}"
@@ -137,40 +137,18 @@ class Store:
             )
             for completion in completions
         ]
-        self._write_parquet(self._path("steps", cell), step_frame(completions))
+        steps = step_frame(completions)
+        replace(self._path("steps", cell), lambda path: steps.to_parquet(path, index=False))
         frame = pd.DataFrame(rows)
         frame.attrs = {"wall_s": round(wall_s, 3), **provenance()}  # travels in the file's metadata
-        self._write_parquet(self._path("cells", cell), frame)
+        replace(self._path("cells", cell), lambda path: frame.to_parquet(path, index=False))
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Write `manifest.json`."""
-        with self._replacing(self.folder / "manifest.json") as temporary:
-            temporary.write_text(json.dumps(manifest, indent=2, default=str) + "\n")
+        replace_text(self.folder / "manifest.json", json.dumps(manifest, indent=2, default=str) + "\n")
 
     def _path(self, kind: str, cell: Cell) -> Path:
         return self.folder / kind / f"{cell.fingerprint}.parquet"
-
-    def _write_parquet(self, path: Path, frame: pd.DataFrame) -> None:
-        with self._replacing(path) as temporary:
-            frame.to_parquet(temporary, index=False)
-
-    @contextmanager
-    def _replacing(self, path: Path) -> Iterator[Path]:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-        with _writing(path):
-            try:
-                yield temporary
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error} (finished cells are kept)") from error
 
 
 def missing_requests(cells: Sequence[Cell], store: Store) -> int:

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
+from spectoolkit import files
 from spectoolkit.errors import UsageError
-from spectoolkit.report import files, style
+from spectoolkit.report import style
 from spectoolkit.report.labels import label_line_ends, text_width_pt
 from spectoolkit.report.text import short, value_text
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from spectoolkit import metrics
+from spectoolkit import files, metrics
 from spectoolkit.errors import UsageError
-from spectoolkit.report import files, text
+from spectoolkit.report import text
 from spectoolkit.report.cells import LOSSLESS_KEY, CellResult, axis_columns, check_shared
 
 INTERVAL_METRICS = ("acceptance_length", "acceptance_length_request_mean")
