@@ -1,0 +1,329 @@
+"""The loop on the tabular toy: lossless where it is claimed, independent of the batch, ends where it should."""
+
+import dataclasses
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from scipy import stats
+from spectoolkit.models.tabular import TabularModel, random_tabular
+
+from spectoolkit.datatypes import PointMass, Request, SamplingParams
+from spectoolkit.drafters import ModelDrafter, NGramDrafter
+from spectoolkit.errors import InvalidLogitsError, UsageError
+from spectoolkit.sampling import SamplingState
+from spectoolkit.verifiers import Match, Rejection, Typical
+from tests.helpers.toys import LOSSLESS, VERIFIERS, drafters, outcome, requests, run, toy_pair
+
+DRAFTERS = ("argmax", "same_temperature", "temperature", "ngram")
+
+
+def plain(target, request: Request) -> list[int]:
+    """Greedy decoding with the same sampling parameters, one token and one fresh prefix at a time."""
+    output: list[int] = []
+    while len(output) < request.max_new_tokens:
+        history = [*request.prompt, *output]
+        logits, _ = target.score(target.prefill([history[:-1]]), torch.tensor([history[-1:]]))
+        state = SamplingState.of(["x"], [request.params], [request.prompt], [output], target.vocab_size)
+        probs = state.probs(logits, torch.empty(1, 0, dtype=torch.int64), "target")
+        output.append(int(probs[0, 0].argmax()))
+        if output[-1] in request.stop_ids:
+            break
+    return output
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("verifier", sorted(LOSSLESS))
+def test_greedy_equals_plain_decoding(drafter, verifier):
+    target, draft = toy_pair()
+    asked = requests(9, params=[SamplingParams(temperature=0.0)])
+    done = run(target, drafters(draft, 5)[drafter], LOSSLESS[verifier], asked)
+    assert {r.id: list(done[r.id].tokens) for r in asked} == {r.id: plain(target, r) for r in asked}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("verifier", sorted(LOSSLESS))
+def test_greedy_with_penalties_sees_the_right_history_at_every_draft_position(drafter, verifier):
+    target, draft = toy_pair()
+    params = [
+        SamplingParams(temperature=0.0, repetition_penalty=1.7),
+        SamplingParams(temperature=0.0, frequency_penalty=0.9, presence_penalty=0.4),
+        SamplingParams(temperature=0.0, logit_bias={0: -4.0, 3: 1.5}),
+        SamplingParams(temperature=0.0),
+    ]
+    asked = requests(8, params=params, max_new_tokens=16)
+    done = run(target, drafters(draft, 5)[drafter], LOSSLESS[verifier], asked)
+    expected = {r.id: plain(target, r) for r in asked}
+    assert {r.id: list(done[r.id].tokens) for r in asked} == expected
+    unpenalised = [plain(target, dataclasses.replace(r, params=params[3])) for r in asked[:3]]
+    assert unpenalised != [expected[r.id] for r in asked[:3]]  # the penalties did something
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 5, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_self_draft_is_always_accepted(num_draft_tokens, temperature):
+    target, _ = toy_pair()
+    drafter = ModelDrafter(target, 5, ratio=1.0)
+    full_steps = 4
+    asked = requests(6, params=[SamplingParams(temperature=temperature, top_p=0.9)])
+    asked = [dataclasses.replace(r, max_new_tokens=full_steps * (num_draft_tokens + 1)) for r in asked]
+    for completion in run(target, drafter, Rejection(), asked, num_draft_tokens).values():
+        assert [s.emitted for s in completion.steps] == [num_draft_tokens + 1] * full_steps
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("verifier", sorted(VERIFIERS))
+def test_a_request_alone_equals_the_request_in_any_batch(drafter, verifier):
+    target, draft = toy_pair()
+    asked = requests(10)
+    make = drafters(draft, 5)[drafter]
+    alone = {r.id: outcome(run(target, make, VERIFIERS[verifier], [r])[r.id]) for r in asked}
+    for batch_size, order in ((1, asked), (3, asked[::-1]), (10, asked), (4, asked[5:] + asked[:5])):
+        together = run(target, make, VERIFIERS[verifier], order, batch_size=batch_size)
+        assert {key: outcome(one) for key, one in together.items()} == alone
+
+
+def test_seed_and_id_are_the_only_source_of_randomness():
+    target, draft = toy_pair()
+    drafter = ModelDrafter(draft, 5, ratio=1.0)
+    one = Request(id="a", prompt=(1, 2), max_new_tokens=40, seed=42)
+    tokens = run(target, drafter, Rejection(), [one])["a"].tokens
+    other = dataclasses.replace(one, id="b", seed=7, max_new_tokens=9)
+    assert run(target, drafter, Rejection(), [other, one])["a"].tokens == tokens
+    assert run(target, drafter, Rejection(), [dataclasses.replace(one, seed=43)])["a"].tokens != tokens
+    assert run(target, drafter, Rejection(), [dataclasses.replace(one, id="c")])["c"].tokens != tokens
+
+
+def test_rows_come_and_go_and_nothing_is_prefilled_twice():
+    class Counting(TabularModel):
+        prefilled = 0
+        widest = 0
+
+        def prefill(self, prefixes):
+            type(self).prefilled += sum(map(len, prefixes))
+            return super().prefill(prefixes)
+
+        def score(self, state, tokens):
+            type(self).widest = max(type(self).widest, len(tokens))
+            return super().score(state, tokens)
+
+    target = Counting(random_tabular(5, 2).rows)
+    asked = [dataclasses.replace(r, max_new_tokens=3 + 5 * (i % 4)) for i, r in enumerate(requests(23))]
+    done = run(target, NGramDrafter(), Rejection(), asked, batch_size=4)
+    assert len(done) == 23
+    assert Counting.prefilled == sum(len(r.prompt) - 1 for r in asked)
+    assert Counting.widest == 4
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_never_more_than_max_new_tokens(drafter):
+    target, draft = toy_pair()
+    for limit in (1, 2, 3, 7):
+        asked = [dataclasses.replace(r, max_new_tokens=limit) for r in requests(5)]
+        for completion in run(target, drafters(draft, 5)[drafter], Rejection(), asked, 5).values():
+            assert len(completion.tokens) == limit
+            assert completion.finish_reason == "length"
+            assert all(s.drafted <= limit - s.start - 1 for s in completion.steps)
+            assert sum(s.emitted for s in completion.steps) == limit
+
+
+def test_stop_id_inside_an_accepted_block_cuts_it():
+    # A cycle 1 -> 2 -> 0 -> 1: with token 0 as the end, self-drafted blocks of six hold it in the middle.
+    rows = torch.eye(4, dtype=torch.float64)[[1, 2, 0, 3]]
+    target = TabularModel(rows, stop_ids=[0])
+    asked = [Request(id="r", prompt=(1,), max_new_tokens=20, stop_ids=target.tokenizer.stop_ids)]
+    completion = run(target, ModelDrafter(target, 4, ratio=1.0), Rejection(), asked, num_draft_tokens=5)["r"]
+    assert completion.tokens == (2, 0)
+    assert completion.finish_reason == "stop_id"
+    (step,) = completion.steps
+    assert (step.drafted, step.verified, step.accepted, step.emitted, step.truncated) == (5, 5, 2, 2, True)
+
+
+def test_stop_string():
+    rows = torch.eye(4, dtype=torch.float64)[[1, 2, 3, 0]]
+    target = TabularModel(rows)  # spells abcdabcd...
+    asked = [Request(id="r", prompt=(0,), max_new_tokens=20, stop_strings=("dab",))]
+    completion = run(target, ModelDrafter(target, 4, ratio=1.0), Rejection(), asked)["r"]
+    assert target.tokenizer.decode(completion.tokens) == "bcdab"
+    assert completion.finish_reason == "stop_string"
+
+
+def test_the_last_token_of_a_fully_accepted_block_reaches_the_draft_model():
+    """Every reported draft row equals the draft model's row on the full prefix, however much was accepted before."""
+    target, draft = toy_pair(order=3, seed=4)
+    seen = []
+
+    class Checking(ModelDrafter):
+        def propose(self, state, sampling, max_tokens, uniforms):
+            proposal, state = super().propose(state, sampling, max_tokens, uniforms)
+            seen.append((sampling, proposal))
+            return proposal, state
+
+    drafter = Checking(draft, 5, ratio=1.0)
+    asked = requests(1, max_new_tokens=60, params=[SamplingParams(temperature=0.9)])
+    (completion,) = run(target, drafter, Rejection(), asked).values()
+    fully_accepted = 0
+    for step, (sampling, proposal) in zip(completion.steps, seen, strict=True):
+        history = [*asked[0].prompt, *completion.tokens[: step.start]]
+        fully_accepted += step.drafted == step.verified == 3
+        for i in range(step.drafted):
+            prefix = [*history, *proposal.tokens[0, :i].tolist()]
+            logits, _ = draft.score(draft.prefill([prefix[:-1]]), torch.tensor([prefix[-1:]]))
+            expected = sampling.probs(logits, torch.empty(1, 0, dtype=torch.int64), "draft")[0, 0]
+            torch.testing.assert_close(proposal.law.probs[0, i], expected, rtol=0, atol=1e-12)
+    assert fully_accepted >= 3
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_nan_names_model_request_and_position(side):
+    class Broken(TabularModel):
+        """NaN in the row that follows two tokens 3, in the request whose prompt begins with a 4."""
+
+        def score(self, state, tokens):
+            logits, new = super().score(state, tokens)
+            context = new.tokens[:, self.order :]
+            for b, q in itertools.product(*map(range, tokens.shape)):
+                end = int(state.lengths[b]) + q + 1
+                if int(context[b, 0]) == 4 and end >= 6:
+                    logits = logits.clone()
+                    logits[b, q, 2] = float("nan")
+            return logits, new
+
+    good = random_tabular(5, 2)
+    broken = Broken(good.rows)
+    target, draft = (broken, good) if side == "target" else (good, broken)
+    asked = [Request(id="fine", prompt=(1, 2), max_new_tokens=9), Request(id="bad", prompt=(4, 0), max_new_tokens=9)]
+    with pytest.raises(InvalidLogitsError, match=rf"{side} logits of request 'bad' at position 6 ") as caught:
+        run(target, ModelDrafter(draft, 5, ratio=1.0), Rejection(), asked)
+    assert (caught.value.request_id, caught.value.position) == ("bad", 6)
+
+
+def test_vocabularies_of_different_length():
+    rows = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 4, dtype=torch.float64)
+    short = torch.tensor([[0.5, 0.3, 0.2]] * 3, dtype=torch.float64)
+    wide = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]] * 5, dtype=torch.float64)
+    target = TabularModel(rows)
+    for draft_rows in (short, wide):
+        drafter = ModelDrafter(TabularModel(draft_rows), target.vocab_size, ratio=1.0)
+        done = run(target, drafter, Rejection(), requests(40, vocab_size=3, max_new_tokens=8), batch_size=16)
+        assert all(0 <= token < 4 for one in done.values() for token in one.tokens)
+    # Acceptance of the short draft at T = 1 is sum(min(p, q)) = 0.9.
+    drafter = ModelDrafter(TabularModel(short), 4, ratio=1.0)
+    asked = requests(300, vocab_size=3, max_new_tokens=20, params=[SamplingParams()])
+    steps = [s for one in run(target, drafter, Rejection(), asked, 1, 100).values() for s in one.steps if s.drafted]
+    accepted = sum(s.accepted for s in steps)
+    assert stats.binomtest(accepted, len(steps), 0.9).pvalue > 1e-9
+
+
+class EmitsTheTargetsOwnRow(Rejection):
+    """A rule known to be wrong: the recovered token is drawn from p and not from the residual."""
+
+    def verify(self, target_probs, proposal, uniforms):
+        verdict = super().verify(target_probs, proposal, uniforms)
+        own = Match().verify(target_probs, dataclasses.replace(proposal, law=PointMass()), uniforms)
+        at = verdict.num_accepted[:, None]
+        emitted = verdict.emitted.clone()
+        redrawn = torch.where(own.num_accepted[:, None] == at, own.emitted.gather(1, at), emitted.gather(1, at))
+        return dataclasses.replace(verdict, emitted=emitted.scatter(1, at, redrawn))
+
+
+def p_value(drafter, verifier, params, num=6000) -> float:
+    """Chi-square test of the first three tokens against the target's exact law, over all 64 outcomes."""
+    target, draft = toy_pair(vocab_size=4, order=1, seed=3)
+    asked = [Request(id=f"s{i}", prompt=(1, 2), max_new_tokens=3, params=params) for i in range(num)]
+    done = run(target, drafters(draft, 4)[drafter], verifier, asked, 3, 1000)
+    counts = Counter(one.tokens for one in done.values())
+    state = SamplingState.of(["x"], [params], [(1, 2)], [[]], 4)
+    none = torch.empty(1, 0, dtype=torch.int64)
+    rows = [state.probs(target.score(target.prefill([[]]), torch.tensor([[a]]))[0], none, "target") for a in range(4)]
+    law = torch.stack([row[0, 0] for row in rows])
+    outcomes = list(itertools.product(range(4), repeat=3))
+    expected = [num * float(law[2, a] * law[a, b] * law[b, c]) for a, b, c in outcomes]
+    observed = [counts[key] for key in outcomes]
+    assert all(o == 0 for o, e in zip(observed, expected, strict=True) if e == 0)
+    pairs = [(o, e) for o, e in zip(observed, expected, strict=True) if e > 0]
+    return float(stats.chisquare(*zip(*pairs, strict=True)).pvalue)
+
+
+PARAMS = SamplingParams(temperature=0.9, top_p=0.97, min_p=0.02)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("verifier", sorted(LOSSLESS))
+def test_sampled_output_has_the_targets_law(drafter, verifier):
+    """False alarm 1e-9 per case; the next test shows what the same test detects."""
+    assert p_value(drafter, LOSSLESS[verifier], PARAMS) > 1e-9
+
+
+@pytest.mark.parametrize("verifier", [Typical(), EmitsTheTargetsOwnRow()])
+def test_the_test_above_rejects_rules_that_are_not_lossless(verifier):
+    assert p_value("same_temperature", verifier, PARAMS) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_draft_tokens": 0}, "num_draft_tokens: expected an integer >= 1, got 0"),
+        ({"batch_size": 0}, "batch_size: expected an integer >= 1, got 0"),
+        ({"asked": []}, "requests: expected at least one"),
+        ({"asked": [Request(id="a", prompt=(1,), max_new_tokens=2)] * 2}, "unique ids, got 'a' 2 times"),
+        (
+            {"asked": [Request(id="a", prompt=(1,) * 4000, max_new_tokens=97)]},
+            "request 'a': expected prompt and output",
+        ),
+        ({"asked": [Request(id="a", prompt=(5,), max_new_tokens=2)]}, "prompt token ids from 0 to 4, got 5"),
+    ],
+)
+def test_bad_input_is_refused_before_the_first_forward(change, message):
+    class NoForward(TabularModel):
+        def prefill(self, prefixes):
+            raise AssertionError("a forward was made")
+
+    target = NoForward(random_tabular(5, 2).rows)
+    options = {"asked": requests(2), "num_draft_tokens": 2, "batch_size": 2, **change}
+    with pytest.raises(UsageError, match=message):
+        run(target, NGramDrafter(), Rejection(), **options)
+
+
+def test_a_pair_that_does_not_fit_is_refused():
+    class OnlyPointMass(Rejection):
+        laws = (PointMass,)
+
+    target, draft = toy_pair()
+    with pytest.raises(UsageError, match=r"ModelDrafter with OnlyPointMass.*'PointMass'.*'Dense'"):
+        run(target, ModelDrafter(draft, 5, ratio=1.0), OnlyPointMass(), requests(1))
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"ratio": 1.0, "constant": 0.5}, {"ratio": -0.1}, {"constant": float("nan")}]
+)
+def test_draft_temperature_is_given_once(parameters):
+    with pytest.raises(UsageError, match="exactly one of ratio and constant"):
+        ModelDrafter(None, 5, **parameters)
+
+
+@pytest.mark.parametrize("parameters", [{"constant": 0.0}, {"ratio": 0.0}, {"constant": 0}])
+def test_a_draft_temperature_of_zero_is_a_point_mass(parameters):
+    _, draft = toy_pair()
+    drafter = ModelDrafter(draft, 5, **parameters)
+    assert drafter.laws == (PointMass,)
+    assert isinstance(drafter.start([(1,)]).pending, torch.Tensor)
+    state = SamplingState.of(["a", "b"], [SamplingParams()] * 2, [(1,), (2,)], [[], []], 5)
+    noise = torch.tensor([[0.1, 0.9], [0.99, 0.5]], dtype=torch.float64)
+    proposal, _ = drafter.propose(drafter.start([(1,), (2,)]), state, torch.tensor([2, 2]), noise)
+    assert isinstance(proposal.law, PointMass)
+    assert proposal.law.bytes_per_token(5) == 0
+    logits, _ = draft.score(draft.prefill([[], []]), torch.tensor([[1], [2]]))
+    assert proposal.tokens[:, 0].tolist() == logits[:, 0].argmax(-1).tolist()
+
+
+def test_the_draft_row_is_the_softmax_at_the_draft_temperature_and_not_at_its_square():
+    _, draft = toy_pair()
+    state = SamplingState.of(["a"], [SamplingParams(temperature=0.7)], [(1,)], [[]], 5)
+    logits, _ = draft.score(draft.prefill([[]]), torch.tensor([[1]]))
+    for parameters, temperature in (({"ratio": 1.0}, 0.7), ({"ratio": 0.5}, 0.35), ({"constant": 1.2}, 1.2)):
+        drafter = ModelDrafter(draft, 5, **parameters)
+        noise = torch.zeros(1, 1, dtype=torch.float64)
+        proposal, _ = drafter.propose(drafter.start([(1,)]), state, torch.tensor([1]), noise)
+        torch.testing.assert_close(proposal.law.probs[0, 0], (logits[0, 0] / temperature).softmax(-1))

@@ -1,0 +1,53 @@
+"""Requests and runs on the tabular toy, whose laws are known exactly."""
+
+from __future__ import annotations
+
+from spectoolkit.models.tabular import TabularModel, blend_tabular, random_tabular
+
+from spectoolkit.datatypes import Completion, Request, SamplingParams
+from spectoolkit.decode import decode
+from spectoolkit.drafters import ModelDrafter, NGramDrafter
+from spectoolkit.verifiers import Match, Rejection, Typical
+
+VERIFIERS = {"rejection": Rejection(), "match": Match(), "typical": Typical()}
+LOSSLESS = {name: verifier for name, verifier in VERIFIERS.items() if verifier.is_lossless}
+
+
+def toy_pair(vocab_size: int = 5, order: int = 2, seed: int = 0) -> tuple[TabularModel, TabularModel]:
+    target = random_tabular(vocab_size=vocab_size, order=order, seed=seed)
+    return target, blend_tabular(target, weight=0.5, seed=seed + 1)
+
+
+def drafters(draft, vocab_size: int) -> dict:
+    return {
+        "argmax": ModelDrafter(draft, vocab_size, constant=0.0),
+        "same_temperature": ModelDrafter(draft, vocab_size, ratio=1.0),
+        "temperature": ModelDrafter(draft, vocab_size, ratio=0.6),
+        "ngram": NGramDrafter(max_ngram=3, min_ngram=1),
+    }
+
+
+def requests(num: int, max_new_tokens: int = 12, vocab_size: int = 5, **options) -> list[Request]:
+    """Requests with prompts of different lengths and, unless given, temperatures 0.8, 0 and 1.3."""
+    params = options.pop("params", [SamplingParams(temperature=t) for t in (0.8, 0.0, 1.3)])
+    return [
+        Request(
+            id=f"r{i}",
+            prompt=tuple((i + 3 * j) % vocab_size for j in range(1 + i % 4)),
+            max_new_tokens=max_new_tokens + i % 3,
+            params=params[i % len(params)],
+            **options,
+        )
+        for i in range(num)
+    ]
+
+
+def run(target, drafter, verifier, asked, num_draft_tokens=3, batch_size=4) -> dict[str, Completion]:
+    options = {"num_draft_tokens": num_draft_tokens, "batch_size": batch_size}
+    return {one.request.id: one for one in decode(target, drafter, verifier, asked, **options)}
+
+
+def outcome(completion: Completion) -> tuple:
+    """What must not depend on the batch: tokens, end, and every step's counts."""
+    steps = [(s.start, s.drafted, s.verified, s.accepted, s.emitted, s.judged_alone) for s in completion.steps]
+    return completion.tokens, completion.finish_reason, steps
