@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 
 import pytest

@@ -1,0 +1,1 @@
+"""Language models behind `interfaces.LanguageModel`: transformers checkpoints, the embedded default, an exact toy."""

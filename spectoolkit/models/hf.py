@@ -1,0 +1,342 @@
+"""Causal language models and tokenizers from transformers checkpoints, local or from the hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from spectoolkit.errors import ContractError, UsageError
+from spectoolkit.interfaces import Tokenizer
+from spectoolkit.models.ragged_cache import ATTENTION, RaggedCache
+from spectoolkit.prompts import Prompt, render
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+SUPPORTED = (
+    "decoder-only models whose layers all have full or sliding-window attention, among them Llama, SmolLM2, SmolLM3, "
+    "Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, Phi, Phi-3, OLMo 2, GPT-2, GPT-NeoX and OPT"
+)
+
+# One forward pass of a prefill holds at most this many tokens, padding included ...
+_PREFILL_TOKENS = 8192
+# ... and no row that is shorter than this share of its longest one.
+_PREFILL_FILL = 0.75
+
+
+class HFTokenizer:
+    """A transformers tokenizer as `interfaces.Tokenizer`.
+
+    Attributes:
+        hf_tokenizer: the wrapped tokenizer.
+        stop_ids: the ids that end an output.
+    """
+
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int] = frozenset()) -> None:
+        self.hf_tokenizer = hf_tokenizer
+        self.stop_ids = stop_ids
+
+    def encode(self, prompt: Prompt, chat_template: bool) -> list[int]:
+        """Token ids of `prompt`; see `prompts.render`."""
+        return render(prompt, self.hf_tokenizer, chat_template)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of `tokens`, special tokens left out."""
+        text = self.hf_tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+
+class CausalLM:
+    """A transformers causal language model with a ragged cache: `interfaces.LanguageModel`.
+
+    Attributes:
+        name: what the user calls it.
+        hf_model: the wrapped model, in evaluation mode.
+        vocab_size: width of its logits, which may exceed the tokenizer's number of tokens.
+        context_length: tokens that it can hold.
+
+    Raises:
+        UsageError: an architecture without a cache that can be rolled back (see `SUPPORTED`).
+    """
+
+    def __init__(self, hf_model: PreTrainedModel, tokenizer: Tokenizer, name: str) -> None:
+        check_supported(hf_model.config, type(hf_model))
+        hf_model.set_attn_implementation(ATTENTION)
+        config = hf_model.config.get_text_config()
+        head = hf_model.get_output_embeddings()
+        self.name = name
+        self.hf_model = hf_model.eval()
+        self.tokenizer = tokenizer
+        self.vocab_size = int(config.vocab_size if head is None else head.weight.shape[0])
+        self.context_length = _context_length(config)
+        self.device = hf_model.device
+
+    @torch.no_grad()
+    def prefill(self, prefixes: Sequence[Sequence[int]]) -> RaggedCache:
+        """State with `prefixes` cached; rows of similar length share a forward pass, and no logits are computed."""
+        self._check_length(max(map(len, prefixes), default=0))
+        state = RaggedCache(len(prefixes), self.device)
+        for rows in _prefill_groups([len(prefix) for prefix in prefixes]):
+            group = state if len(rows) == len(prefixes) else RaggedCache(len(rows), self.device)
+            # `rows` come longest first, but a group of all rows must keep their order.
+            rows = sorted(rows)
+            lengths = [len(prefixes[row]) for row in rows]
+            tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+            for slot, row in enumerate(rows):
+                tokens[slot, : lengths[slot]] = torch.as_tensor(prefixes[row], dtype=torch.long)
+            positions = group.begin(tokens.shape[1])
+            self.hf_model.base_model(
+                input_ids=tokens.to(self.device), position_ids=positions, cache=group, use_cache=True
+            )
+            group.end(lengths)
+            if group is not state:
+                state.insert(rows, group)
+        return state
+
+    @torch.no_grad()
+    def score(self, state: RaggedCache, tokens: Tensor) -> tuple[Tensor, RaggedCache]:
+        """Logits [B, Q, V], in the model's dtype, of the token after each of `tokens` [B, Q]; the longer state.
+
+        Positions from `context_length` on are meant for filler only: they are clamped, and a state that still holds
+        one when it is scored again raises `ContractError`.
+        """
+        num_rows, num_queries = tokens.shape
+        if num_rows != len(state.lengths):
+            raise ContractError(f"score: expected tokens of {len(state.lengths)} rows, got {num_rows}")
+        if num_rows == 0 or num_queries == 0:
+            return torch.empty(num_rows, num_queries, self.vocab_size, device=self.device), state
+        self._check_length(max(state.lengths))
+        positions = state.begin(num_queries)
+        if max(state.lengths) + num_queries > self.context_length:
+            positions = positions.clamp(max=self.context_length - 1)
+        output = self.hf_model(input_ids=tokens.to(self.device), position_ids=positions, cache=state, use_cache=True)
+        state.end([length + num_queries for length in state.lengths])
+        return output.logits, state
+
+    def rollback(self, state: RaggedCache, lengths: Tensor) -> RaggedCache:
+        """Keep the first `lengths` [B] tokens of each row. Give them on the CPU: on the device they cost a sync."""
+        state.rollback(lengths.tolist())
+        return state
+
+    @torch.no_grad()
+    def select(self, state: RaggedCache, rows: Sequence[int]) -> RaggedCache:
+        """The state of `rows`, in that order."""
+        return state.select(rows)
+
+    @torch.no_grad()
+    def insert(self, state: RaggedCache, rows: Sequence[int], other: RaggedCache) -> RaggedCache:
+        """`state` with its `rows` replaced by the rows of `other`, in order."""
+        state.insert(rows, other)
+        return state
+
+    def _check_length(self, length: int) -> None:
+        if length > self.context_length:
+            raise ContractError(f"{self.name}: expected at most {self.context_length} tokens of context, got {length}")
+
+
+def check_supported(config: PreTrainedConfig, model_class: type | None) -> None:
+    """Raise `UsageError` unless the architecture's cache can be rolled back; `model_class` is None if it is unknown."""
+    name = model_class.__name__ if model_class else config.model_type
+    text_config = config.get_text_config()
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    unknown_layers = layer_types - {"full_attention", "sliding_attention"}
+    if config.is_encoder_decoder:
+        reason = "it is an encoder-decoder"
+    elif unknown_layers:
+        reason = f"it has layers of type {', '.join(sorted(unknown_layers))}"
+    elif model_class is None:
+        return
+    elif getattr(model_class, "_is_stateful", False):
+        reason = "its layers keep a recurrent state, which cannot be rolled back"
+    elif not getattr(model_class, "_supports_attention_backend", False):
+        reason = "it does not attend through transformers' attention interface"
+    elif config.model_type == "gpt_oss":
+        reason = "its attention has sinks"
+    else:
+        return
+    raise UsageError(f"model: {name} ({config.model_type}) is not supported: {reason}. Supported: {SUPPORTED}")
+
+
+def load_hf(
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> CausalLM:
+    """The causal language model in a local folder or hub repository.
+
+    Args:
+        name: folder or repository id.
+        dtype: "bfloat16", "float16", "float32", "float64", or "auto": bfloat16 on a GPU, else as the checkpoint is.
+        device: "cpu", "cuda", "cuda:1", ..., or "auto": the GPU if there is one.
+        trust_remote_code: whether code that comes with the checkpoint may run.
+        revision: branch, tag or commit of the repository; null is its default branch.
+
+    Raises:
+        UsageError: an unknown dtype or device, nothing loadable under `name`, or an unsupported architecture.
+    """
+    torch_device = parse_device(device)
+    torch_dtype = parse_dtype(dtype, torch_device)
+    _check_folder(name)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
+        check_supported(config, _model_class(config))
+        hf_tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        hf_model = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, config=config, **options)
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:
+        # transformers reports a missing repository, missing files, no network and unknown architectures as these.
+        raise UsageError(
+            f"name: expected a folder or hub repository with a causal language model, got {name!r}, which could not "
+            f"be loaded ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
+        ) from error
+    hf_model.to(torch_device)  # pyright: ignore[reportArgumentType]  # a faulty annotation of transformers
+    return wrap(hf_model, hf_tokenizer, name)
+
+
+def load_draft_hf(
+    target: Any,
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> CausalLM:
+    """A draft model of its own for `target`, as `load_hf`; device "auto" is where the target is.
+
+    The widths of the logits may differ (padding of the vocabulary), the tokenizers may not.
+
+    Raises:
+        UsageError: as `load_hf`, or tokenizers that differ.
+    """
+    draft = load_hf(name, dtype, str(target.device) if device == "auto" else device, trust_remote_code, revision)
+    difference = tokenizer_difference(target.tokenizer, draft.tokenizer)
+    if difference is not None:
+        raise UsageError(
+            f"draft_model: expected the tokenizer of the target {target.name!r}, got another one in {name!r}: "
+            f"{difference}. Draft tokens are ids, so both models must mean the same by them"
+        )
+    return draft
+
+
+def wrap(hf_model: PreTrainedModel, hf_tokenizer: PreTrainedTokenizerBase, name: str) -> CausalLM:
+    """The model with its tokenizer; outputs stop at the end tokens that either of them names."""
+    return CausalLM(hf_model, HFTokenizer(hf_tokenizer, stop_ids(hf_model, hf_tokenizer)), name)
+
+
+def stop_ids(hf_model: PreTrainedModel, hf_tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The end tokens of generation config, config and tokenizer; of a chat model the end of turn is among the first."""
+    sources = (hf_model.generation_config, hf_model.config.get_text_config(), hf_tokenizer)
+    ids: set[int] = set()
+    for source in sources:
+        found = getattr(source, "eos_token_id", None)
+        ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
+    return frozenset(ids)
+
+
+def same_tokenizer(first: Tokenizer, second: Tokenizer) -> bool:
+    """Whether both mean the same token by every id."""
+    return tokenizer_difference(first, second) is None
+
+
+def tokenizer_difference(first: Tokenizer, second: Tokenizer) -> str | None:
+    """How the ids of two tokenizers differ, in words, or None if they do not."""
+    if first is second:
+        return None
+    if not isinstance(first, HFTokenizer) or not isinstance(second, HFTokenizer):
+        return f"a {type(first).__name__} cannot be compared with a {type(second).__name__}"
+    ours, theirs = first.hf_tokenizer.get_vocab(), second.hf_tokenizer.get_vocab()
+    if ours == theirs:
+        return None
+    tokens = {index: token for token, index in ours.items()}
+    others = {index: token for token, index in theirs.items()}
+    index = min(index for index in tokens.keys() | others.keys() if tokens.get(index) != others.get(index))
+    return (
+        f"{len(ours)} tokens against {len(theirs)}, and the first id that differs is {index}: "
+        f"{tokens.get(index)!r} against {others.get(index)!r}"
+    )
+
+
+def parse_device(device: str) -> torch.device:
+    """The device called `device`; "auto" is the GPU if there is one. Raises `UsageError` if it is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device: expected auto, cpu, cuda or cuda:<number>, got {device!r}") from error
+    if parsed.type not in ("cpu", "cuda"):
+        raise UsageError(f"device: expected auto, cpu, cuda or cuda:<number>, got {device!r}")
+    if parsed.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device: expected a device of this machine, which has no usable GPU, got {device!r}")
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device: expected one of {torch.cuda.device_count()} GPUs, got {device!r}")
+    return parsed
+
+
+def parse_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """The dtype called `dtype`; "auto" is bfloat16 on a GPU and "auto" (the checkpoint's own) elsewhere."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else "auto"
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def _check_folder(name: str) -> None:
+    """Raise `UsageError` if `name` is meant as a folder but holds no model; `owner/name` may also be a repository."""
+    if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, "config.json")):
+            raise UsageError(
+                f"name: expected a folder with a transformers model, got {name!r}, which has no config.json"
+            )
+    elif os.path.exists(name):
+        raise UsageError(f"name: expected a folder or hub repository, got the file {name!r}")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UsageError(f"name: expected a folder or hub repository, got {name!r}, which does not exist")
+
+
+def _model_class(config: PreTrainedConfig) -> type | None:
+    """The class that would be loaded, so that a refusal comes before gigabytes are read; None if it is remote code."""
+    found = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _context_length(config: PreTrainedConfig) -> int:
+    """Number of positions; for rotary scalings that change frequencies on the fly only those before the change.
+
+    Behind it, the frequencies of the whole batch would depend on its longest row, and cached keys would be stale.
+    """
+    length = int(config.max_position_embeddings)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") in ("dynamic", "longrope"):
+        length = min(length, int(parameters.get("original_max_position_embeddings") or length))
+    return length
+
+
+def _prefill_groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """The rows to prefill together, longest first; empty rows are in no group."""
+    group: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if lengths[row] == 0:
+            break
+        longest = lengths[group[0]] if group else 0
+        if group and (lengths[row] < _PREFILL_FILL * longest or (len(group) + 1) * longest > _PREFILL_TOKENS):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
