@@ -45,8 +45,8 @@ class ModelDrafter:
     the last draft was never fed, so the next step feeds two tokens to such rows and one to the others.
 
     Attributes:
-        draft_model: proposes; its vocabulary may be padded to another length than the target's: missing ids get
-            probability 0, ids that the target lacks are never drawn.
+        draft_model: proposes; its vocabulary may be padded to another length than the target's: ids that it lacks get
+            probability 0 and are fed to it as its last id, ids that the target lacks are never drawn.
         vocab_size: V of the target.
         ratio: draft temperature over the request's temperature.
         constant: draft temperature.
@@ -77,7 +77,8 @@ class ModelDrafter:
         return self.constant == 0 or self.ratio == 0
 
     def start(self, prompts: Sequence[Sequence[int]]) -> ModelDraftState:
-        cache = self.draft_model.prefill([prompt[:-1] for prompt in prompts])
+        last_id = self.draft_model.vocab_size - 1
+        cache = self.draft_model.prefill([[min(token, last_id) for token in prompt[:-1]] for prompt in prompts])
         pending = pad_rows([prompt[-1:] for prompt in prompts], self.draft_model.device)
         num_committed = torch.tensor([len(prompt) for prompt in prompts], device=pending.device)
         return ModelDraftState(cache, num_committed - 1, num_committed, pending)
@@ -130,7 +131,7 @@ class ModelDrafter:
 
     def _catch_up(self, state: ModelDraftState) -> tuple[Tensor, Any]:
         """Feed the pending tokens; logits [B, 1, V] behind the last of them, and the cache that holds them all."""
-        logits, cache = self.draft_model.score(state.cache, state.pending.clamp(min=0))
+        logits, cache = self.draft_model.score(state.cache, state.pending.clamp(0, self.draft_model.vocab_size - 1))
         cache = self.draft_model.rollback(cache, state.num_committed)  # drops what was fed as filling
         last = row_lengths(state.pending) - 1
         return logits[torch.arange(len(last), device=last.device), last][:, None], cache

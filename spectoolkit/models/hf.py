@@ -168,7 +168,7 @@ def check_supported(config: PreTrainedConfig, model_class: type | None) -> None:
 
 
 def load_hf(
-    name: str,
+    model: str,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -177,39 +177,39 @@ def load_hf(
     """The causal language model in a local folder or hub repository.
 
     Args:
-        name: folder or repository id.
+        model: folder or repository id.
         dtype: "bfloat16", "float16", "float32", "float64", or "auto": bfloat16 on a GPU, else as the checkpoint is.
         device: "cpu", "cuda", "cuda:1", ..., or "auto": the GPU if there is one.
         trust_remote_code: whether code that comes with the checkpoint may run.
         revision: branch, tag or commit of the repository; null is its default branch.
 
     Raises:
-        UsageError: an unknown dtype or device, nothing loadable under `name`, or an unsupported architecture.
+        UsageError: an unknown dtype or device, nothing loadable under `model`, or an unsupported architecture.
     """
     torch_device = parse_device(device)
     torch_dtype = parse_dtype(dtype, torch_device)
-    _check_folder(name)
+    _check_folder(model)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        config = AutoConfig.from_pretrained(name, **options)
+        config = AutoConfig.from_pretrained(model, **options)
         check_supported(config, _model_class(config))
-        hf_tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        hf_model = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, config=config, **options)
+        hf_tokenizer = AutoTokenizer.from_pretrained(model, **options)
+        hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch_dtype, config=config, **options)
     except UsageError:
         raise
     except (OSError, ValueError) as error:
         # transformers reports a missing repository, missing files, no network and unknown architectures as these.
         raise UsageError(
-            f"name: expected a folder or hub repository with a causal language model, got {name!r}, which could not "
+            f"model: expected a folder or hub repository with a causal language model, got {model!r}, which could not "
             f"be loaded ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
         ) from error
     hf_model.to(torch_device)  # pyright: ignore[reportArgumentType]  # a faulty annotation of transformers
-    return wrap(hf_model, hf_tokenizer, name)
+    return wrap(hf_model, hf_tokenizer, model)
 
 
 def load_draft_hf(
     target: Any,
-    name: str,
+    model: str,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -222,11 +222,11 @@ def load_draft_hf(
     Raises:
         UsageError: as `load_hf`, or tokenizers that differ.
     """
-    draft = load_hf(name, dtype, str(target.device) if device == "auto" else device, trust_remote_code, revision)
+    draft = load_hf(model, dtype, str(target.device) if device == "auto" else device, trust_remote_code, revision)
     difference = tokenizer_difference(target.tokenizer, draft.tokenizer)
     if difference is not None:
         raise UsageError(
-            f"draft_model: expected the tokenizer of the target {target.name!r}, got another one in {name!r}: "
+            f"draft_model: expected the tokenizer of the target {target.name!r}, got another one in {model!r}: "
             f"{difference}. Draft tokens are ids, so both models must mean the same by them"
         )
     return draft
@@ -301,12 +301,12 @@ def _check_folder(name: str) -> None:
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise UsageError(
-                f"name: expected a folder with a transformers model, got {name!r}, which has no config.json"
+                f"model: expected a folder with a transformers model, got {name!r}, which has no config.json"
             )
     elif os.path.exists(name):
-        raise UsageError(f"name: expected a folder or hub repository, got the file {name!r}")
+        raise UsageError(f"model: expected a folder or hub repository, got the file {name!r}")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UsageError(f"name: expected a folder or hub repository, got {name!r}, which does not exist")
+        raise UsageError(f"model: expected a folder or hub repository, got {name!r}, which does not exist")
 
 
 def _model_class(config: PreTrainedConfig) -> type | None:

@@ -22,7 +22,7 @@ def self_draft(target: Model) -> Model:
     return target
 
 
-def skip_layers(target: CausalLM, skipped_layers: Sequence[int]) -> CausalLM:
+def skip_layers(target: CausalLM, skipped_layers: Sequence[int], chosen_for: str | None = None) -> CausalLM:
     """The target without some of its decoder layers, as a model of its own that shares every weight with it.
 
     Self-speculative decoding (Zhang et al., arXiv 2309.08168) skips attention and MLP sublayers separately; here whole
@@ -30,10 +30,18 @@ def skip_layers(target: CausalLM, skipped_layers: Sequence[int]) -> CausalLM:
 
     Args:
         skipped_layers: layer numbers, counted from 0, without repetition; at least one layer must be left.
+        chosen_for: name of the target whose layers these are, so that they are not taken for another one's; None if
+            that is the caller's business.
 
     Raises:
-        UsageError: numbers that are not such, or a target that is not a transformers model.
+        UsageError: numbers that are not such, another target, or one that is not a transformers model.
     """
+    if chosen_for not in (None, target.name):
+        raise UsageError(
+            f"draft_model: expected the target {chosen_for}, for which these layers were chosen, got {target.name}; "
+            "choose a draft model with draft_model=hf draft_model.model=..., or find layers for this target with "
+            "experiment=layer_skip_search and give them with draft_model=layer_skip draft_model.skipped_layers=[...]"
+        )
     if not isinstance(target, CausalLM):
         raise UsageError(f"draft_model: expected a transformers target to skip layers of, got {type(target).__name__}")
     num_layers = len(decoder_layers(target.hf_model))
