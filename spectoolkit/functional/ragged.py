@@ -13,9 +13,9 @@ PAD = -1
 def pad_rows(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
     """Stack B lists of ids as [B, N], N the longest length."""
     width = max((len(row) for row in rows), default=0)
-    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int64, device=device).reshape(
-        len(rows), width
-    )
+    return torch.tensor(
+        [[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int64, device=device
+    ).reshape(len(rows), width)
 
 
 def row_lengths(rows: Tensor) -> Tensor:

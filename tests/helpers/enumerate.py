@@ -28,9 +28,7 @@ def random_table(seed: int, vocab_size: int, num_positions: int, sharpness: floa
     """A random model with rows for contexts of 0 .. `num_positions` - 1 tokens."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(vocab_size,) * (depth + 1) for depth in range(num_positions)]
-    return [
-        torch.softmax(sharpness * torch.randn(s, generator=generator, dtype=torch.float64), -1) for s in shapes
-    ]
+    return [torch.softmax(sharpness * torch.randn(s, generator=generator, dtype=torch.float64), -1) for s in shapes]
 
 
 def constant_table(row: Sequence[float], num_positions: int, context_size: int | None = None) -> list[Tensor]:
@@ -123,15 +121,18 @@ def emission(
         if weight == 0:
             continue
         target_rows, draft_rows = rows_along(target, reported, drafts)
-        cells = _cells(target_rows, draft_rows, drafts, accept_cuts, emit_cuts)
+        cells = cells_of(target_rows, draft_rows, drafts, accept_cuts, emit_cuts)
         middles = torch.cartesian_prod(*[(edges[1:] + edges[:-1]) / 2 for edges in cells])
         volumes = torch.cartesian_prod(*[edges.diff() for edges in cells]).prod(-1) * weight
         emitted, num_accepted = judge(verifier, target_rows, None if reported is None else draft_rows, drafts, middles)
         reaches += torch.stack([volumes[num_accepted > i].sum() for i in range(num_draft_tokens)])
-        blocks, index = emitted.unique(dim=0, return_inverse=True)
-        mass = torch.zeros(len(blocks), dtype=torch.float64).index_add_(0, index, volumes)
-        for block, block_mass in zip(blocks.tolist(), mass, strict=True):
-            tokens = tuple(token for token in block if token >= 0)
+        # Blocks as numbers in base V + 1 (padding is digit 0), so that equal ones are summed in one pass.
+        places = (vocab_size + 1) ** torch.arange(num_draft_tokens + 1)
+        mass = torch.bincount(((emitted + 1) * places).sum(-1), weights=volumes)
+        for code in mass.nonzero().flatten():
+            block_mass = mass[code]
+            digits = (code // places % (vocab_size + 1)).tolist()
+            tokens = tuple(digit - 1 for digit in digits if digit)
             rest = [rows[tokens] for rows in target[len(tokens) :]]
             law[tokens] += block_mass * law_of(rest) if rest else block_mass
     return Emission(law, reaches)
@@ -161,7 +162,7 @@ def judge(
     return verdict.emitted, verdict.num_accepted
 
 
-def _cells(
+def cells_of(
     target_rows: Tensor, draft_rows: Tensor, drafts: Sequence[int], accept_cuts: Cuts, emit_cuts: Cuts
 ) -> list[Tensor]:
     """The edges of the cells along each of the 2K + 1 uniforms."""

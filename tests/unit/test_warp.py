@@ -76,7 +76,13 @@ def test_greedy_ties_go_to_the_lowest_id(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_greedy_rows_are_one_hot_for_any_finite_logits(dtype: torch.dtype) -> None:
     huge = torch.finfo(dtype).max
-    rows = [[1e30, 1.0000001e30, -math.inf], [-huge, -huge / 2, -huge], [huge / 2, 0, huge / 4], [0, -0.0, -1], [1e-40, 0, 0]]
+    rows = [
+        [1e30, 1.0000001e30, -math.inf],
+        [-huge, -huge / 2, -huge],
+        [huge / 2, 0, huge / 4],
+        [0, -0.0, -1],
+        [1e-40, 0, 0],
+    ]
     winners = [1 if dtype == torch.float64 or torch.tensor(1e30) < 1.0000001e30 else 0, 1, 0, 0, 0]
     logits = torch.tensor(rows, dtype=dtype)[:, None]
     all_greedy = warp(logits, torch.zeros(5, dtype=torch.float64), None, None, None)
