@@ -194,18 +194,26 @@ def warp(
 def _softmax(logits: Tensor, temperature: Tensor) -> Tensor:
     """softmax(logits / T) by row; the one-hot row of the first largest logit where T = 0."""
     # Reading a condition back is free on a CPU and a synchronisation elsewhere, where all passes are made instead.
-    on_cpu = logits.device.type == "cpu"
+    if logits.device.type == "cpu":
+        is_greedy = temperature == 0
+        if is_greedy.all():
+            return torch.zeros_like(logits).scatter_(-1, _first_largest(logits), 1)
+        if not is_greedy.any():
+            return torch.softmax(_divided(logits, temperature), -1)
+    return _softmax_of_mixed(logits, temperature)
+
+
+def _softmax_of_mixed(logits: Tensor, temperature: Tensor) -> Tensor:
+    # A greedy row is the softmax of a row whose winner stands out so far that all others underflow to exactly 0.
     is_greedy = temperature == 0
-    if on_cpu and is_greedy.all():
-        return torch.zeros_like(logits).scatter_(-1, _first_largest(logits), 1)
-    divisor = torch.where(is_greedy, 1, temperature.clamp(min=SMALLEST_TEMPERATURE))
-    scaled = logits if on_cpu and (divisor == 1).all() else logits / divisor.to(logits.dtype)[:, None, None]
-    if not on_cpu or is_greedy.any():
-        # A greedy row is the softmax of a row whose winner stands out so far that all others underflow to exactly 0.
-        winner = _first_largest(logits)
-        top = torch.where(is_greedy[:, None, None], torch.finfo(logits.dtype).max, scaled.gather(-1, winner))
-        scaled = scaled.scatter(-1, winner, top)
-    return torch.softmax(scaled, -1)
+    scaled = _divided(logits, torch.where(is_greedy, 1, temperature))
+    winner = _first_largest(logits)
+    top = torch.where(is_greedy[:, None, None], torch.finfo(logits.dtype).max, scaled.gather(-1, winner))
+    return torch.softmax(scaled.scatter_(-1, winner, top), -1)
+
+
+def _divided(logits: Tensor, temperature: Tensor) -> Tensor:
+    return logits / temperature.clamp(min=SMALLEST_TEMPERATURE).to(logits.dtype)[:, None, None]
 
 
 def _first_largest(logits: Tensor) -> Tensor:

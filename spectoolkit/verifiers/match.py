@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import PAD, Dense, DraftLaw, PointMass, Proposal, Uniforms, Verdict
+from spectoolkit.datatypes import PAD, Dense, PointMass, Proposal, Uniforms, Verdict
 from spectoolkit.functional.acceptance import is_drafted, prefix_length
 from spectoolkit.functional.draw import draw
 
@@ -29,8 +28,8 @@ class Match:
     Noise: y_j is drawn with `emit[:, j]`; `accept` is not used.
     """
 
-    laws: ClassVar[tuple[type[DraftLaw], ...]] = (PointMass, Dense)
-    is_lossless: ClassVar[bool] = True
+    laws = (PointMass, Dense)
+    is_lossless = True
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import Dense, DraftLaw, PointMass, Proposal, Uniforms, Verdict
+from spectoolkit.datatypes import Dense, PointMass, Proposal, Uniforms, Verdict
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.acceptance import (
     emitted_block,
@@ -40,8 +39,8 @@ class Rejection:
     Noise: u_i is `accept[:, i]`; the token at position n is drawn with `emit[:, n]`.
     """
 
-    laws: ClassVar[tuple[type[DraftLaw], ...]] = (PointMass, Dense)
-    is_lossless: ClassVar[bool] = True
+    laws = (PointMass, Dense)
+    is_lossless = True
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import PAD, Dense, DraftLaw, PointMass, Proposal, Uniforms, Verdict
+from spectoolkit.datatypes import PAD, Dense, PointMass, Proposal, Uniforms, Verdict
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import (
     TYPICAL_TOLERANCE,
@@ -55,8 +55,8 @@ class Typical:
     delta: float = 0.3
     recovery: Recovery = "sample"
 
-    laws: ClassVar[tuple[type[DraftLaw], ...]] = (PointMass, Dense)
-    is_lossless: ClassVar[bool] = False
+    laws = (PointMass, Dense)
+    is_lossless = False
 
     def __post_init__(self) -> None:
         if not 0 < self.epsilon <= 1:
