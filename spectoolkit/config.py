@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -183,38 +184,46 @@ def _thaw(node: str) -> dict[str, Any]:
 
 def _cell(config: dict[str, Any], choices: Mapping[str, str], loaders: _Loaders, errors: dict[str, None]) -> Cell:
     """Check one point of the grid; the cell loads models only when it is built."""
-    uses_draft_model = "draft_model" in _parameters(config["drafter"])
-    for group, provided in (
-        ("target", ()),
-        ("draft_model", ("target",)),
-        ("drafter", ("draft_model", "vocab_size")),
-        ("verifier", ()),
-    ):
-        if group != "draft_model" or uses_draft_model:
-            with _collecting(errors):
-                _check_signature(group, config[group], provided)
-    for key in ("num_draft_tokens", "max_new_tokens", "samples_per_prompt", "batch_size"):
+    known = {*(key for key, _, _ in _TOP_LEVEL), *GROUPS, *NOT_OF_A_CELL}
+    with _collecting(errors):
+        if unknown := sorted(config.keys() - known):
+            raise UsageError(f"unknown settings: {', '.join(unknown)} (there are: {', '.join(sorted(known))})")
+    for key, fits, expected in _TOP_LEVEL:
         with _collecting(errors):
-            _check_count(key, config[key])
+            if not fits(config[key]):
+                raise UsageError(f"{key}: expected {expected}, got {config[key]!r}")
+    with _collecting(errors):
+        _check_signature("target", config["target"])
+    uses_draft_model = "draft_model" in _parameters("drafter", config["drafter"])
+    if uses_draft_model:
+        with _collecting(errors):
+            _check_signature("draft_model", config["draft_model"], provided=("target",))
     params = SamplingParams()
     with _collecting(errors):
         params = SamplingParams(**config["sampling"])
     prompt_node = {key: value for key, value in config["prompts"].items() if key != "chat_template"}
     prompts: tuple[Prompt, ...] = ()
     with _collecting(errors):
+        if not isinstance(config["prompts"].get("chat_template"), bool):
+            raise UsageError("prompts.chat_template: expected true or false")
         _check_signature("prompts", prompt_node)
         prompts = loaders.prompts(_freeze(prompt_node))
         if not prompts:
             raise UsageError(f"prompts={choices['prompts']}: expected at least one prompt, got none")
-    is_lossless = None
+    verifier, drafter = None, None
     with _collecting(errors):
+        _check_signature("verifier", config["verifier"])
         verifier = _call(config["verifier"])
-        is_lossless = verifier.is_lossless
-        check_pair(_drafter(config["drafter"], None, 0), verifier)
+    with _collecting(errors):
+        _check_signature("drafter", config["drafter"], provided=("draft_model", "vocab_size"))
+        drafter = _drafter(config["drafter"], None, 0)
+    with _collecting(errors):
+        if drafter is not None and verifier is not None:
+            check_pair(drafter, verifier)
 
     settings = dict(_flatten({key: value for key, value in config.items() if key not in NOT_OF_A_CELL}))
     settings |= {f"{group}.name": choice for group, choice in choices.items()}
-    settings["verifier.is_lossless"] = is_lossless
+    settings["verifier.is_lossless"] = verifier.is_lossless if verifier is not None else None
     unused = () if uses_draft_model else ("draft_model.",)
     identity = {
         key: value for key, value in settings.items() if not key.startswith(unused) and key not in NO_EFFECT_ON_NUMBERS
@@ -259,7 +268,7 @@ def _cell(config: dict[str, Any], choices: Mapping[str, str], loaders: _Loaders,
 
 def _drafter(node: Mapping[str, Any], draft_model: LanguageModel | None, vocab_size: int) -> Drafter:
     available = {"draft_model": draft_model, "vocab_size": vocab_size}
-    return _call(node, **{name: value for name, value in available.items() if name in _parameters(node)})
+    return _call(node, **{name: value for name, value in available.items() if name in _parameters("drafter", node)})
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -270,8 +279,18 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", value
 
 
-def _parameters(node: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(get_object(node["_target_"])).parameters
+def _parameters(group: str, node: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
+    """What the class or function of a group takes.
+
+    Raises:
+        UsageError: its `_target_` cannot be imported.
+    """
+    try:
+        return inspect.signature(get_object(node["_target_"])).parameters
+    except (ImportError, AttributeError, KeyError, ValueError) as error:
+        raise UsageError(
+            f"{group}._target_: expected an importable class or function, got {node!r} ({error})"
+        ) from error
 
 
 def _call(node: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -280,23 +299,70 @@ def _call(node: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_signature(group: str, node: Mapping[str, Any], provided: Sequence[str] = ()) -> None:
-    """Refuse parameters that the named class does not take, and required ones that are missing."""
-    parameters = _parameters(node)
+    """Refuse parameters that the named class does not take, required ones that are missing, and wrong types."""
+    parameters = _parameters(group, node)
+    hints = get_type_hints(_typed(get_object(node["_target_"])))
     given = [key for key in node if key != "_target_"]
-    unknown = [key for key in given if key not in parameters]
+    unknown = [key for key in given if key not in parameters or key in provided]
     required = [name for name, p in parameters.items() if p.default is p.empty]
-    missing = [name for name in required if name not in given and name not in provided]
     empty = [key for key in given if node[key] == "???"]
+    missing = [name for name in required if name not in given and name not in provided]
     taken = [name for name in parameters if name not in provided]
     problems = [f"unknown {key} (it takes: {', '.join(taken) or 'nothing'})" for key in unknown]
     problems += [f"no value for {key}; say {group}.{key}=..." for key in [*missing, *empty]]
+    problems += [
+        f"{key}: expected {_shown(hints[key])}, got {node[key]!r}"
+        for key in given
+        if key in hints and key not in (*unknown, *empty) and not _fits(node[key], hints[key])
+    ]
     if problems:
         raise UsageError(f"{group} ({node['_target_']}): " + "; ".join(problems))
 
 
-def _check_count(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{key}: expected an integer >= 1, got {value!r}")
+def _typed(target: Any) -> Any:
+    """What carries the annotations of the parameters: a dataclass itself, else the constructor or the function."""
+    return target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value out of YAML can be meant for a parameter with this annotation; unknown annotations fit all."""
+    kind, arguments = get_origin(hint), get_args(hint)
+    if hint is None or hint is type(None):
+        return value is None
+    if kind in (Union, UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if hint in (int, float):
+        return isinstance(value, (int,) if hint is int else (int, float)) and not isinstance(value, bool)
+    if hint in (str, bool):
+        return isinstance(value, hint)
+    if kind is Literal:
+        return value in arguments
+    if kind in (list, tuple, Sequence):
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value if arguments)
+    if kind in (dict, Mapping):
+        return isinstance(value, dict)
+    return True
+
+
+def _shown(hint: Any) -> str:
+    return hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint).replace("typing.", "")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+_TOP_LEVEL: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("num_draft_tokens", _is_count, "an integer >= 1"),
+    ("max_new_tokens", _is_count, "an integer >= 1"),
+    ("samples_per_prompt", _is_count, "an integer >= 1"),
+    ("batch_size", _is_count, "an integer >= 1"),
+    ("seed", lambda value: _fits(value, int) and abs(value) < 2**63, "an integer of 64 bits"),
+    ("ignore_eos", lambda value: isinstance(value, bool), "true or false"),
+    ("stop_strings", lambda value: _fits(value, list[str]) and all(value), "a list of non-empty texts"),
+    ("name", lambda value: isinstance(value, str) and bool(value), "a text"),
+    ("folder", lambda value: isinstance(value, str) and bool(value), "a path"),
+)
 
 
 class _collecting:

@@ -157,8 +157,8 @@ def load_datasets(
 ) -> tuple[Prompt, ...]:
     """Return the prompts in any source that ``datasets.load_dataset`` reads.
 
-    `path`, `config_name`, `split` and `data_files` are passed on to that function. Exactly one of `column` and `template` says
-    what the prompt is. A column holds strings (raw text) or lists of {role, content}; assistant messages at the end of
+    `path`, `config_name`, `split` and `data_files` are passed on to that function. Exactly one of `column` and
+    `template` says what the prompt is. A column holds strings (raw text) or lists of {role, content}; assistant messages at the end of
     such a list are left out, since they are the data set's own answer. A template is filled with the row's columns by
     `str.format`, as in "Summarise: {article}", and gives raw text.
 

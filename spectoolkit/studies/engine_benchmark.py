@@ -184,6 +184,9 @@ def _assisted(experiment: Experiment, requests: Sequence[Request], *, fixed_leng
     draft: Any = experiment.drafter.draft_model  # type: ignore[attr-defined]
     options = {"num_assistant_tokens": experiment.num_draft_tokens, "num_assistant_tokens_schedule": "constant"}
     options |= {"assistant_confidence_threshold": 0.0}
+    attention = {model: model.config._attn_implementation for model in (target.hf_model, draft.hf_model)}
+    for model in attention:
+        model.set_attn_implementation("sdpa")
     kept = {name: getattr(draft.hf_model.generation_config, name) for name in options}
     for name in options if fixed_length else ():
         setattr(draft.hf_model.generation_config, name, options[name])
@@ -208,6 +211,8 @@ def _assisted(experiment: Experiment, requests: Sequence[Request], *, fixed_leng
     finally:
         for name, value in kept.items():
             setattr(draft.hf_model.generation_config, name, value)
+        for model, implementation in attention.items():
+            model.set_attn_implementation(implementation)
     return emitted / (_now(target.device) - begin)
 
 
@@ -216,8 +221,8 @@ def _markdown(table: pd.DataFrame, config: Mapping[str, Any], device: str, repet
         "# Engine benchmark",
         "",
         f"Medians of {repetitions} runs on {device}; K = {config['num_draft_tokens']}, T = "
-        f"{config['sampling']['temperature']}, {config['max_new_tokens']} tokens per request. Ratios compare within one "
-        "run; seconds depend on the machine and its other load.",
+        f"{config['sampling']['temperature']}, {config['max_new_tokens']} tokens per request. Ratios compare within "
+        "one run; seconds depend on the machine and its other load.",
         "",
         "| drafter | verifier | batch | forward share | time over floor | tokens/s over assisted generation, K fixed | "
         "over its defaults | acceptance length | tokens/s |",
@@ -231,8 +236,8 @@ def _markdown(table: pd.DataFrame, config: Mapping[str, Any], device: str, repet
         )
     lines += [
         "",
-        "*forward share*: time inside `prefill` and `score` of both models over the loop's wall time. *time over floor*: "
-        "the loop's wall time over that of the very same model calls (forwards, rollbacks, joins) with nothing between "
+        "*forward share*: time inside `prefill` and `score` of both models over the loop's wall time. *time over "
+        "floor*: the loop's wall time over that of the very same model calls (forwards, rollbacks, joins) with nothing between "
         "them. *assisted generation*: `transformers` generate with `assistant_model`, one request at a time, the same "
         "pair, prompts and sampling parameters; once with K tokens drafted at every step, once with its defaults.",
     ]

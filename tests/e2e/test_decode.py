@@ -2,17 +2,16 @@
 
 import dataclasses
 import itertools
-import math
 from collections import Counter
 
 import pytest
 import torch
 from scipy import stats
-from spectoolkit.models.tabular import TabularModel, random_tabular
 
 from spectoolkit.datatypes import PointMass, Request, SamplingParams
 from spectoolkit.drafters import ModelDrafter, NGramDrafter
 from spectoolkit.errors import InvalidLogitsError, UsageError
+from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Match, Rejection, Typical
 from tests.helpers.toys import LOSSLESS, VERIFIERS, drafters, outcome, requests, run, toy_pair

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from spectoolkit.models.tabular import TabularModel, blend_tabular, random_tabular
-
 from spectoolkit.datatypes import Completion, Request, SamplingParams
 from spectoolkit.decode import decode
 from spectoolkit.drafters import ModelDrafter, NGramDrafter
+from spectoolkit.models.tabular import TabularModel, blend_tabular, random_tabular
 from spectoolkit.verifiers import Match, Rejection, Typical
 
 VERIFIERS = {"rejection": Rejection(), "match": Match(), "typical": Typical()}
