@@ -98,6 +98,24 @@ def test_panels_share_the_scale_and_the_looks(overall):
     assert fig.get_figwidth() == style.PAGE_IN
 
 
+def test_panels_share_the_scale_whichever_holds_the_extremes(overall):
+    for rows in (overall, overall.iloc[::-1]):
+        one, other = plots.sweep_figure(rows).axes
+        assert one.get_ylim() == other.get_ylim()
+        assert one.get_ylim()[1] > overall["acceptance_length_high"].max()
+        assert one.get_ylim()[0] < overall["acceptance_length_low"].min()
+
+
+def test_tick_labels_give_way_to_each_other_and_the_outermost_stay():
+    rows = fan(2).replace({"drafter_0": "at the temperature of the target"})
+    fig = plots.sweep_figure(rows, panel=None, width_in=style.COLUMN_IN)
+    assert_tidy(fig)
+    shown = [t.get_text() for t in fig.axes[0].get_xticklabels()]
+    assert len(shown) == 5
+    assert (shown[0], shown[-1]) == ("0", "1")
+    assert "" in shown
+
+
 @pytest.mark.parametrize("width", [style.PAGE_IN, style.COLUMN_IN])
 def test_no_text_touches_other_text_or_leaves_the_page(overall, width):
     panel = "verifier.name" if width == style.PAGE_IN else None

@@ -271,3 +271,11 @@ def test_a_failing_writer_leaves_the_old_file(tmp_path):
         files.replace(path, fails)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["table.md"]
+
+
+def test_a_reader_of_the_old_file_never_sees_a_part_of_the_new_one(tmp_path):
+    path = files.replace_text(tmp_path / "table.md", "old")
+    with path.open() as reader:
+        files.replace_text(path, "new")
+        assert reader.read() == "old"  # the name moved to a new file, the old one was not written to
+    assert path.read_text() == "new"
