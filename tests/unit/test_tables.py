@@ -9,7 +9,7 @@ import pytest
 
 from spectoolkit.errors import UsageError
 from spectoolkit.metrics import bootstrap, paired_difference, summarise
-from spectoolkit.report import files, tables, text
+from spectoolkit.report import tables, text
 from spectoolkit.report.cells import CellResult, check_shared
 from tests.helpers.fake_rows import cells, row, simulate, step
 
@@ -260,22 +260,23 @@ def test_console_row_says_which_cell_and_what_was_measured(built):
     assert "{acceptance_length:.2f} [".format(**built.overall.iloc[1]) in shown
 
 
-def test_a_failing_writer_leaves_the_old_file(tmp_path):
-    path = files.replace_text(tmp_path / "table.md", "old")
+def test_a_failing_writer_leaves_the_old_file(built, tmp_path, monkeypatch):
+    tables.write(built, tmp_path, "t")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def fails(temporary):
-        temporary.write_text("half")
+    def fails(frame, path, **options):
+        path.write_text("half a file")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
-        files.replace(path, fails)
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["table.md"]
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", fails)
+    with pytest.raises((OSError, RuntimeError), match="disk full"):
+        tables.write(built, tmp_path, "t")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_reader_of_the_old_file_never_sees_a_part_of_the_new_one(tmp_path):
-    path = files.replace_text(tmp_path / "table.md", "old")
-    with path.open() as reader:
-        files.replace_text(path, "new")
-        assert reader.read() == "old"  # the name moved to a new file, the old one was not written to
-    assert path.read_text() == "new"
+def test_a_reader_of_an_old_file_never_sees_a_part_of_the_new_one(built, tmp_path):
+    tables.write(built, tmp_path, "old")
+    with (tmp_path / "table.md").open() as reader:
+        tables.write(built, tmp_path, "new")
+        assert reader.read().startswith("# old")  # the name moved to a new file, the old one was not written to
+    assert (tmp_path / "table.md").read_text().startswith("# new")
