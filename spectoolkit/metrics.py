@@ -5,9 +5,9 @@ expected, non-integer counts of a replay.
 
 Intervals are percentile cluster bootstraps (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13).
 The steps and requests of one prompt are dependent, so whole prompts (`cluster`) are drawn with replacement and every
-metric is recomputed from the drawn prompts' sums. The draws depend on `seed` and on the number of prompts only: cells of
-one study that hold the same prompts share their resamples. With few prompts (below about 20) percentile intervals are
-too narrow; with one prompt there is none.
+metric is recomputed from the drawn prompts' sums. The draws depend on `seed` and on the number of prompts only: cells
+of one study that hold the same prompts share their resamples. With few prompts (below about 20) percentile intervals
+are too narrow; with one prompt there is none.
 """
 
 from __future__ import annotations

@@ -79,6 +79,8 @@ def build(
         head = {name: values[i] for name, values in columns.items()}
         tail = {"lossless": lossless[i]}
         overall.append(head | tail | _numbers(cell.rows, options))
+        if "category" not in cell.rows or bool(pd.isna(cell.rows["category"].to_numpy()).any()):
+            raise UsageError(f"cells: expected a category for every request, one is missing in cell {i}")
         for category, rows in cell.rows.groupby("category", sort=True):
             by_category.append(head | tail | {"category": category} | _numbers(rows, options))
     differences = [] if baseline is None else _differences(cells, axes, columns, baseline, options)
