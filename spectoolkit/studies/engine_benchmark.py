@@ -237,7 +237,7 @@ def _markdown(table: pd.DataFrame, config: Mapping[str, Any], device: str, repet
     lines += [
         "",
         "*forward share*: time inside `prefill` and `score` of both models over the loop's wall time. *time over "
-        "floor*: the loop's wall time over that of the very same model calls (forwards, rollbacks, joins) with nothing between "
+        "floor*: the wall time over that of the very same model calls (forwards, rollbacks, joins) with nothing between "
         "them. *assisted generation*: `transformers` generate with `assistant_model`, one request at a time, the same "
         "pair, prompts and sampling parameters; once with K tokens drafted at every step, once with its defaults.",
     ]
