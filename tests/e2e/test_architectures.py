@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from tests.helpers.tiny_models import FAMILIES, tiny_model
 from torch import Tensor
 from transformers import AutoConfig
 
 from spectoolkit.errors import ContractError, UsageError
 from spectoolkit.models.hf import CausalLM, check_supported, load_hf
+from tests.helpers.tiny_models import FAMILIES, tiny_model
 
 VOCAB_SIZE = 40
 
