@@ -88,17 +88,17 @@ class CausalLM:
         state = RaggedCache(len(prefixes), self.device)
         for rows in _prefill_groups([len(prefix) for prefix in prefixes]):
             group = state if len(rows) == len(prefixes) else RaggedCache(len(rows), self.device)
-            # `rows` come longest first, but a group of all rows must keep their order.
-            rows = sorted(rows)
-            lengths = [len(prefixes[row]) for row in rows]
-            tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+            lengths = torch.tensor([len(prefixes[row]) for row in rows])
+            longest = int(lengths.max())
+            tokens = torch.zeros(len(rows), longest, dtype=torch.long)
             for slot, row in enumerate(rows):
                 tokens[slot, : lengths[slot]] = torch.as_tensor(prefixes[row], dtype=torch.long)
-            positions = group.begin(tokens.shape[1])
+            positions = group.begin(longest)
             self.hf_model.base_model(
                 input_ids=tokens.to(self.device), position_ids=positions, cache=group, use_cache=True
             )
-            group.end(lengths)
+            group.end(longest)
+            group.rollback(lengths)
             if group is not state:
                 state.insert(rows, group)
         return state
@@ -108,24 +108,25 @@ class CausalLM:
         """Logits [B, Q, V], in the model's dtype, of the token after each of `tokens` [B, Q]; the longer state.
 
         Positions from `context_length` on are meant for filler only: they are clamped, and a state that still holds
-        one when it is scored again raises `ContractError`.
+        one when it is scored again raises `UsageError`.
         """
         num_rows, num_queries = tokens.shape
         if num_rows != len(state.lengths):
             raise ContractError(f"score: expected tokens of {len(state.lengths)} rows, got {num_rows}")
         if num_rows == 0 or num_queries == 0:
             return torch.empty(num_rows, num_queries, self.vocab_size, device=self.device), state
-        self._check_length(max(state.lengths))
+        if state.bound > self.context_length:
+            self._check_length(max(state.read_lengths()))
         positions = state.begin(num_queries)
-        if max(state.lengths) + num_queries > self.context_length:
+        if state.bound + num_queries > self.context_length:
             positions = positions.clamp(max=self.context_length - 1)
         output = self.hf_model(input_ids=tokens.to(self.device), position_ids=positions, cache=state, use_cache=True)
-        state.end([length + num_queries for length in state.lengths])
+        state.end(num_queries)
         return output.logits, state
 
     def rollback(self, state: RaggedCache, lengths: Tensor) -> RaggedCache:
-        """Keep the first `lengths` [B] tokens of each row. Give them on the CPU: on the device they cost a sync."""
-        state.rollback(lengths.tolist())
+        """Keep the first `lengths` [B] tokens of each row; nothing is computed or read back."""
+        state.rollback(lengths)
         return state
 
     @torch.no_grad()
@@ -141,7 +142,7 @@ class CausalLM:
 
     def _check_length(self, length: int) -> None:
         if length > self.context_length:
-            raise ContractError(f"{self.name}: expected at most {self.context_length} tokens of context, got {length}")
+            raise UsageError(f"{self.name}: expected at most {self.context_length} tokens of context, got {length}")
 
 
 def check_supported(config: PreTrainedConfig, model_class: type | None) -> None:
@@ -328,15 +329,15 @@ def _context_length(config: PreTrainedConfig) -> int:
 
 
 def _prefill_groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """The rows to prefill together, longest first; empty rows are in no group."""
+    """The rows to prefill together, of similar length; empty rows are in no group."""
     group: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if lengths[row] == 0:
             break
         longest = lengths[group[0]] if group else 0
         if group and (lengths[row] < _PREFILL_FILL * longest or (len(group) + 1) * longest > _PREFILL_TOKENS):
-            yield group
+            yield sorted(group)
             group = []
         group.append(row)
     if group:
-        yield group
+        yield sorted(group)

@@ -46,7 +46,7 @@ def skip_layers(target: CausalLM, skipped_layers: Sequence[int], chosen_for: str
         raise UsageError(f"draft_model: expected a transformers target to skip layers of, got {type(target).__name__}")
     num_layers = len(decoder_layers(target.hf_model))
     skipped = list(skipped_layers)
-    if not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in skipped):
+    if not all(type(layer) is int and 0 <= layer < num_layers for layer in skipped):
         raise UsageError(f"skipped_layers: expected numbers from 0 to {num_layers - 1}, got {skipped}")
     if len(set(skipped)) < len(skipped):
         raise UsageError(f"skipped_layers: expected each layer at most once, got {skipped}")

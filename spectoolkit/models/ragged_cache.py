@@ -28,6 +28,9 @@ ATTENTION = "spectoolkit_ragged"
 # Sizes are multiples of this: CUDA's fused attention copies masks whose rows are not aligned.
 _ALIGNMENT = 8
 
+# Forward passes until lengths that only the device knows are read back; until then the attention sees too many slots.
+_MAX_BLIND_PASSES = 16
+
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -39,7 +42,7 @@ class _Append:
 
     Attributes:
         num_visible: cache slots that the attention sees.
-        start: the length that all rows share, or None if they differ.
+        start: the length that all rows share, or None if they differ or are not known.
         positions: [B, Q] slot of each new entry.
         index: flat slots [B * H * Q] in a buffer [B * H * capacity], by (H, capacity); filled on first use.
     """
@@ -106,58 +109,89 @@ class RaggedLayer(CacheLayerMixin):
 class RaggedCache(Cache):
     """Cache of B rows with one length each.
 
-    The lengths live on the host; each forward pass sends its [B, Q] positions to the device and reads nothing back.
+    The host always knows a bound on the lengths, and the lengths themselves unless a rollback came as a tensor on the
+    device. Then they are read back only once in a while, so that no step has to wait for the device.
 
     Attributes:
-        lengths: number of cached tokens of each row.
+        lengths: [B] number of cached tokens of each row, on the device.
+        known_lengths: the same on the host, or None.
+        bound: a number that no length exceeds.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__(layers=[])
-        self.lengths = [0] * num_rows
-        self.device = device
+        self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self.known_lengths: list[int] | None = [0] * num_rows
+        self.bound = 0
+        self._num_blind_passes = 0
         self._append: _Append | None = None
 
     def begin(self, num_queries: int) -> Tensor:
         """Prepare a forward pass over `num_queries` new tokens per row; their positions [B, Q]."""
-        longest = max(self.lengths)
-        is_uniform = longest == min(self.lengths)
-        starts = torch.tensor(self.lengths).to(self.device, non_blocking=True)
-        positions = starts[:, None] + torch.arange(num_queries, device=self.device)
-        needs_mask = not is_uniform or (num_queries > 1 and longest > 0)
-        num_visible = longest + num_queries
+        if self.known_lengths is None:
+            self._num_blind_passes += 1
+            if self._num_blind_passes > _MAX_BLIND_PASSES:
+                self.read_lengths()
+        is_uniform = self.known_lengths is not None and len(set(self.known_lengths)) == 1
+        positions = self.lengths[:, None] + torch.arange(num_queries, device=self.lengths.device)
+        needs_mask = not is_uniform or (num_queries > 1 and self.bound > 0)
+        num_visible = self.bound + num_queries
         self._append = _Append(
             num_visible=_aligned(num_visible) if needs_mask else num_visible,
-            start=longest if is_uniform else None,
+            start=self.bound if is_uniform else None,
             positions=positions,
             index={},
         )
         return positions
 
-    def end(self, lengths: Sequence[int]) -> None:
-        """Finish the forward pass that `begin` prepared; the rows now have these lengths."""
-        self.lengths = list(lengths)
+    def end(self, num_queries: int) -> None:
+        """Finish the forward pass that `begin` prepared: all rows are longer by `num_queries`."""
+        self.lengths = self.lengths + num_queries
+        if self.known_lengths is not None:
+            self.known_lengths = [length + num_queries for length in self.known_lengths]
+        self.bound += num_queries
         self._append = None
 
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths` entries of each row. Raises `ContractError` if a row is shorter than that."""
-        if len(lengths) != len(self.lengths) or any(
-            not 0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)
-        ):
-            raise ContractError(
-                f"rollback: expected a length between 0 and the current one for each row, {self.lengths}; "
-                f"got {list(lengths)}"
-            )
-        self.lengths = list(lengths)
+    def read_lengths(self) -> list[int]:
+        """The lengths on the host, read back from the device if need be."""
+        if self.known_lengths is None:
+            self.known_lengths = self.lengths.tolist()
+            self.bound = max(self.known_lengths, default=0)
+            self._num_blind_passes = 0
+        return self.known_lengths
+
+    def rollback(self, lengths: Tensor) -> None:
+        """Keep the first `lengths` [B] entries of each row.
+
+        Raises:
+            ContractError: a row is shorter than that; found out only where the host knows both.
+        """
+        if lengths.shape != self.lengths.shape:
+            raise ContractError(f"rollback: expected {len(self.lengths)} lengths, got shape {list(lengths.shape)}")
+        self.lengths = lengths.to(self.lengths.device, torch.long, copy=True)
+        old = self.known_lengths
+        if lengths.device.type != "cpu":
+            self.known_lengths = None
+            return
+        new = self.known_lengths = lengths.tolist()
+        self.bound = max(new, default=0)
+        self._num_blind_passes = 0
+        if old is not None and any(not 0 <= after <= before for after, before in zip(new, old, strict=True)):
+            raise ContractError(f"rollback: expected at most the current lengths {old}, got {new}")
 
     def select(self, rows: Sequence[int]) -> RaggedCache:
         """The cache of `rows`, in that order."""
         if list(rows) == list(range(len(self.lengths))):
             return self
-        selected = RaggedCache(len(rows), self.device)
-        selected.lengths = [self.lengths[row] for row in rows]
-        index = torch.tensor(list(rows), dtype=torch.long).to(self.device)
-        used = _aligned(max(selected.lengths, default=0))
+        index = torch.tensor(list(rows), dtype=torch.long).to(self.lengths.device)
+        selected = RaggedCache(len(rows), self.lengths.device)
+        selected.lengths = self.lengths[index]
+        selected.bound = self.bound
+        selected.known_lengths = None
+        if self.known_lengths is not None:
+            selected.known_lengths = [self.known_lengths[row] for row in rows]
+            selected.bound = max(selected.known_lengths, default=0)
+        used = _aligned(selected.bound)
         for layer in self._ragged_layers():
             copy = RaggedLayer()
             copy.keys = layer.keys[:, :, :used].index_select(0, index)
@@ -170,22 +204,26 @@ class RaggedCache(Cache):
         """Replace `rows` by the rows of `other`, in order."""
         if len(rows) != len(other.lengths):
             raise ContractError(f"insert: expected {len(rows)} rows for {list(rows)}, got {len(other.lengths)}")
-        for row, length in zip(rows, other.lengths, strict=True):
-            self.lengths[row] = length
-        index = torch.tensor(list(rows), dtype=torch.long).to(self.device)
-        used = max(other.lengths, default=0)
+        index = torch.tensor(list(rows), dtype=torch.long).to(self.lengths.device)
+        self.lengths = self.lengths.index_copy(0, index, other.lengths)
+        if self.known_lengths is not None and other.known_lengths is not None:
+            self.known_lengths = list(self.known_lengths)
+            for row, length in zip(rows, other.known_lengths, strict=True):
+                self.known_lengths[row] = length
+            self.bound = max(self.known_lengths, default=0)
+        else:
+            self.known_lengths = None
+            self.bound = max(self.bound, other.bound)
         for number, source in enumerate(other._ragged_layers()):
             if number == len(self.layers):
                 layer = RaggedLayer()
-                num_rows = len(self.lengths)
-                layer.lazy_initialization(
-                    source.keys[:1].expand(num_rows, -1, -1, -1), source.values[:1].expand(num_rows, -1, -1, -1)
-                )
+                shape = (len(self.lengths), -1, -1, -1)
+                layer.lazy_initialization(source.keys[:1].expand(shape), source.values[:1].expand(shape))
                 self.layers.append(layer)
             layer = self._ragged_layers()[number]
-            layer.reserve(used)
-            layer.keys[index, :, :used] = source.keys[:, :, :used]
-            layer.values[index, :, :used] = source.values[:, :, :used]
+            layer.reserve(other.bound)
+            layer.keys[index, :, : other.bound] = source.keys[:, :, : other.bound]
+            layer.values[index, :, : other.bound] = source.values[:, :, : other.bound]
 
     def _ragged_layers(self) -> list[RaggedLayer]:
         return self.layers  # pyright: ignore[reportReturnType]  # only this class fills the list
@@ -209,7 +247,7 @@ class RaggedCache(Cache):
         return self._append.num_visible, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self.lengths, default=0)
+        return self.bound
 
 
 def ragged_mask(

