@@ -158,9 +158,9 @@ def load_datasets(
     """Return the prompts in any source that ``datasets.load_dataset`` reads.
 
     `path`, `config_name`, `split` and `data_files` are passed on to that function. Exactly one of `column` and
-    `template` says what the prompt is. A column holds strings (raw text) or lists of {role, content}; assistant messages at the end of
-    such a list are left out, since they are the data set's own answer. A template is filled with the row's columns by
-    `str.format`, as in "Summarise: {article}", and gives raw text.
+    `template` says what the prompt is. A column holds strings (raw text) or lists of {role, content}; assistant
+    messages at the end of such a list are left out, since they are the data set's own answer. A template is filled with
+    the row's columns by `str.format`, as in "Summarise: {article}", and gives raw text.
 
     Without `id_column` the id is "row-<index>", with the index in the whole split; without `category_column` every
     category is "all". `limit` keeps that many, spread evenly over the categories (see `spread`), so without

@@ -122,7 +122,14 @@ class Store:
     def describe(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
         """For a manifest: each cell's file, settings, and how and when it was computed."""
         rows = ((cell, self.load(cell).rows) for cell in cells)
-        return [{"file": self.cell_path(c).name, "settings": c.settings, **frame.attrs} for c, frame in rows]
+        return [
+            {
+                "file": self.cell_path(cell).name,
+                "settings": cell.settings,
+                **{str(k): v for k, v in frame.attrs.items()},
+            }
+            for cell, frame in rows
+        ]
 
     def save(self, cell: Cell, completions: Sequence[Completion], experiment: Experiment, wall_s: float) -> None:
         """Keep a finished cell, and how it was computed; the file whose existence says so is written last."""

@@ -139,7 +139,7 @@ class ModelDrafter:
     def _draft_temperature(self, target_temperature: Tensor) -> Tensor:
         if self.constant is not None:
             return torch.full_like(target_temperature, self.constant)
-        return target_temperature * self.ratio
+        return target_temperature * (self.ratio or 0.0)
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

@@ -64,9 +64,8 @@ class RecordedModel:
 
     def __init__(self, model: LanguageModel, recorder: Recorder) -> None:
         self._model, self._recorder = model, recorder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        self.name, self.vocab_size, self.context_length = model.name, model.vocab_size, model.context_length
+        self.device, self.tokenizer = model.device, model.tokenizer
 
     def prefill(self, prefixes: Sequence[Sequence[int]]) -> _State:
         return self._call("prefill", prefixes)
@@ -234,14 +233,15 @@ def _markdown(table: pd.DataFrame, config: Mapping[str, Any], device: str, repet
             f"{row['over_floor']:.3f} | {row['over_assisted']:.2f} | {row['over_assisted_default']:.2f} | "
             f"{row['acceptance_length']:.2f} | {row['tokens_per_s']:.1f} |"
         )
-    lines += [
-        "",
-        "*forward share*: time inside `prefill` and `score` of both models over the loop's wall time. *time over "
-        "floor*: the wall time over that of the very same model calls (forwards, rollbacks, joins) with nothing between "
-        "them. *assisted generation*: `transformers` generate with `assistant_model`, one request at a time, the same "
-        "pair, prompts and sampling parameters; once with K tokens drafted at every step, once with its defaults.",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", _EXPLANATION]) + "\n"
+
+
+_EXPLANATION = (
+    "*forward share*: time inside `prefill` and `score` of both models over the loop's wall time. *time over floor*: "
+    "the wall time over that of the very same model calls (forwards, rollbacks, joins) with nothing between them. "
+    "*assisted generation*: `transformers` generate with `assistant_model`, one request at a time, the same pair, "
+    "prompts and sampling parameters; once with K tokens drafted at every step, once with its defaults."
+)
 
 
 def _now(device: torch.device) -> float:

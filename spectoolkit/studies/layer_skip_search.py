@@ -11,6 +11,7 @@ from spectoolkit.decode import decode
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
 from spectoolkit.functional.theory import expected_acceptance_length
+from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.layer_skip import layer_skip_search
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
@@ -30,10 +31,13 @@ def run(
     The text is decoded by the cell, whose verifier must be lossless: then it has the target's law.
 
     Raises:
-        UsageError: more than one cell, a lossy verifier, or T = 0 (a greedy overlap says little).
+        UsageError: a target that is not one of transformers, more than one cell, a lossy verifier, or T = 0 (a greedy
+            overlap says little).
     """
     experiment = cells[0].build()
-    temperature = config["sampling"]["temperature"]
+    temperature, target = config["sampling"]["temperature"], experiment.target
+    if not isinstance(target, CausalLM):
+        raise UsageError(f"layer_skip_search: expected a target of transformers, got {target.name}")
     if len(cells) != 1 or not experiment.verifier.is_lossless or temperature == 0:
         raise UsageError(
             "layer_skip_search: expected one cell with a lossless verifier and sampling.temperature > 0, got "
@@ -59,7 +63,7 @@ def run(
             bar.total = total
             bar.update(done - bar.n)
 
-        found = layer_skip_search(experiment.target, sequences, counted, temperature, max_skipped, progress=show)
+        found = layer_skip_search(target, sequences, counted, temperature, max_skipped, progress=show)
     num_tokens = sum(map(sum, counted))
     k = experiment.num_draft_tokens
     table = pd.DataFrame(
@@ -84,8 +88,8 @@ def _markdown(table: pd.DataFrame, name: str, temperature: float, num_tokens: in
     lines = [
         f"# {name}",
         "",
-        f"Greedy search on {num_tokens:,} tokens sampled from the target at T = {temperature}. *Overlap* is the mean of "
-        "sum_x min(p(x), q(x)), teacher-forced: the acceptance rate of rejection sampling at a position. The last "
+        f"Greedy search on {num_tokens:,} tokens sampled from the target at T = {temperature}. *Overlap* is the mean "
+        "of sum_x min(p(x), q(x)), teacher-forced: the acceptance rate of rejection sampling at a position. The last "
         f"column is what that rate would give at K = {k} if it were the same at every position.",
         "",
         "| layers left out | which, in the order in which they went | overlap | (1 - a^(K+1)) / (1 - a) |",

@@ -91,7 +91,7 @@ def test_cuda_asked_for_but_absent(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_folder_without_a_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="which has no config.json"):
+    with pytest.raises(UsageError, match=r"which has no config\.json"):
         load_hf(str(tmp_path))
     with pytest.raises(UsageError, match="which does not exist"):
         load_hf(str(tmp_path / "nothing"))

@@ -1,0 +1,191 @@
+"""Every option of every group and every experiment composes, is checked, and runs on the toy."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from spectoolkit import config
+from spectoolkit.errors import UsageError
+
+CONFIGS = config.config_folder()
+TOY = ["target=tabular", "draft_model=tabular", "prompts.limit=2", "max_new_tokens=5"]
+NEEDS = {
+    "target=hf": ["target.model=some/model"],
+    "draft_model=hf": ["draft_model.model=some/model"],
+    "draft_model=layer_skip": ["draft_model.skipped_layers=[1]"],
+    "drafter=temperature": ["drafter.ratio=0.5"],
+    "prompts=jsonl": [],
+    "prompts=datasets": [],
+}
+STUDIES_OF_REAL_MODELS = {"layer_skip_search", "engine_benchmark"}
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def all_options() -> list[str]:
+    return [f"{group}={option}" for group in config.GROUPS for option in options(group)]
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": "a", "category": "x", "text": "abc"}\n{"id": "b", "category": "x", "text": "bca"}\n')
+    return path
+
+
+@pytest.mark.parametrize("option", all_options())
+def test_every_option_is_accepted(option, prompt_file):
+    needs = NEEDS.get(option, [])
+    if option in ("prompts=jsonl", "prompts=datasets"):
+        from_file = {"jsonl": [f"prompts.path={prompt_file}"]}
+        needs = from_file.get(
+            option.split("=")[1], ["prompts.path=json", f"prompts.data_files={prompt_file}", "prompts.column=text"]
+        )
+    (cell,) = config.plan([option, *needs]).cells
+    group, name = option.split("=")
+    assert cell.settings[f"{group}.name"] == name
+
+
+@pytest.mark.parametrize("drafter", options("drafter"))
+@pytest.mark.parametrize("verifier", options("verifier"))
+def test_every_pair_runs(drafter, verifier, tmp_path):
+    overrides = [*TOY, f"drafter={drafter}", f"verifier={verifier}", f"folder={tmp_path}"]
+    shown = config.plan([*overrides, *NEEDS.get(f"drafter={drafter}", [])]).run()
+    assert "acceptance length" in shown
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+@pytest.mark.parametrize("size", [[], ["size=tiny"]])
+def test_every_experiment_composes(experiment, size):
+    plan = config.plan([f"experiment={experiment}", *size])
+    assert plan.name == experiment
+    assert plan.cells
+
+
+@pytest.mark.parametrize("experiment", sorted(set(options("experiment")) - STUDIES_OF_REAL_MODELS))
+def test_every_experiment_runs_on_the_toy_and_its_second_run_computes_nothing(experiment, tmp_path, monkeypatch):
+    overrides = [f"experiment={experiment}", *TOY, f"folder={tmp_path}"]
+    first = config.plan(overrides)
+    first.run()
+    assert (tmp_path / "manifest.json").exists()
+    table = (tmp_path / "table.csv").read_bytes()
+
+    def no_building(*_):
+        raise AssertionError("a stored cell was computed again")
+
+    monkeypatch.setattr("spectoolkit.study.run_cell", no_building)
+    config.plan(overrides).run()
+    assert (tmp_path / "table.csv").read_bytes() == table
+
+
+def test_the_sweep_has_a_row_per_cell_and_equal_strategies_at_temperature_zero(tmp_path):
+    overrides = ["experiment=temperature_sweep", *TOY, "prompts.limit=16", f"folder={tmp_path}"]
+    config.plan(overrides).run()
+    table = pd.read_csv(tmp_path / "table.csv")
+    overall = table[table["scope"] == "overall"]
+    assert len(overall) == 5 * 3 * 2
+    assert set(table[table["scope"] == "category"]["category"]) == {
+        "rewriting", "summarising", "extraction", "code", "maths", "story", "factual", "multi_turn",
+    }  # fmt: skip
+    greedy = overall[(overall["sampling.temperature"] == 0) & (overall["drafter"] != "ngram")]
+    assert greedy["acceptance_length"].nunique() == 1
+    for name in ("table.md", "table.tex", "table.parquet", "figure.png", "figure.pdf", "differences.csv"):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def test_the_manifest_says_how_the_numbers_were_made(tmp_path):
+    plan = config.plan(["experiment=temperature_sweep", *TOY, f"folder={tmp_path}"])
+    plan.run()
+    manifest = yaml.safe_load((tmp_path / "manifest.json").read_text())
+    assert manifest["config"]["sampling"]["top_p"] == 1.0
+    assert {"torch", "transformers"} <= manifest["provenance"]["packages"].keys()
+    assert len(manifest["cells"]) == 30
+    for cell in manifest["cells"]:
+        assert (tmp_path / "cells" / cell["file"]).exists()
+        assert {"settings", "wall_s", "device", "written", "spectoolkit"} <= cell.keys()
+
+
+def test_a_cell_is_known_by_what_can_change_its_numbers():
+    def fingerprint(*overrides):
+        (cell,) = config.plan(["target=tabular", "draft_model=tabular", *overrides]).cells
+        return cell.fingerprint
+
+    base = fingerprint()
+    assert fingerprint() == base
+    assert fingerprint("name=other", "folder=elsewhere") == base
+    for change in ("seed=1", "sampling.top_p=0.9", "num_draft_tokens=3", "drafter=argmax", "verifier=match",
+                   "draft_model.weight=0.4", "prompts.limit=3", "prompts.chat_template=false", "stop_strings=[a]",
+                   "max_new_tokens=31", "target.seed=1"):  # fmt: skip
+        assert fingerprint(change) != base, change
+    # A drafter without a draft model does not depend on one.
+    ngram = fingerprint("drafter=ngram")
+    assert fingerprint("drafter=ngram", "draft_model.weight=0.4") == ngram
+    (smollm2,) = config.plan([]).cells
+    (elsewhere,) = config.plan(["target.cache_dir=/nowhere"]).cells
+    assert smollm2.fingerprint == elsewhere.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["drafter=foo"], r"Could not find 'drafter/foo'[\s\S]*same_temperature"),
+        (["drafter.ration=1"], r"Could not override 'drafter\.ration'"),
+        (["+drafter.zzz=1"], r"drafter .*unknown zzz \(it takes: ratio, constant\)"),
+        (["+drafter.draft_model=x"], "unknown draft_model"),
+        (["drafter.ratio=high"], "ratio: expected float | None, got 'high'"),
+        (["drafter=temperature"], "exactly one of ratio and constant"),
+        (["+zz=1"], "unknown settings: zz"),
+        (["target=hf"], r"no value for model; say target\.model=\.\.\."),
+        (["draft_model=layer_skip"], r"no value for skipped_layers; say draft_model\.skipped_layers"),
+        (["sampling.temperature=-1"], r"sampling\.temperature: expected a number >= 0 \(0 is greedy\), got -1"),
+        (["sampling.temperature=warm"], r"sampling\.temperature: expected a finite number, got 'warm'"),
+        (["sampling.temperature=nan"], r"sampling\.temperature: expected a finite number, got nan"),
+        (["sampling.top_p=0"], r"sampling\.top_p: expected a number in \(0, 1\]"),
+        (["sampling.top_p=1.1"], r"sampling\.top_p: expected a number in \(0, 1\]"),
+        (["sampling.top_k=2.5"], r"sampling\.top_k: expected an integer >= 0"),
+        (["num_draft_tokens=0"], "num_draft_tokens: expected an integer >= 1, got 0"),
+        (["num_draft_tokens=2.0"], "num_draft_tokens: expected an integer >= 1, got 2.0"),
+        (["batch_size=true"], "batch_size: expected an integer >= 1, got True"),
+        (["seed=x"], "seed: expected an integer"),
+        (["stop_strings=[1]"], "stop_strings: expected a list of non-empty texts"),
+        (["verifier=typical", "verifier.epsilon=x"], r"epsilon: expected float, got 'x'"),
+        (["verifier=typical", "verifier.epsilon=0"], r"verifier\.epsilon: expected a number in \(0, 1\]"),
+        (["verifier=typical", "verifier.recovery=none"], "recovery"),
+        (["prompts.categories=[nope]"], "categories: expected only rewriting"),
+        (["prompts=jsonl", "prompts.path=/nonexistent.jsonl"], "expected a readable file"),
+        (["drafter._target_=no.such"], r"drafter\._target_: expected an importable class"),
+        (["experiment=temperature_sweep", "sampling.temperature=0.4"], r"is an axis of this study.*grid\.sampling"),
+        (["experiment=temperature_sweep", "grid.drafter=argmax"], r"grid\.drafter: expected a non-empty list"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_before_anything_is_loaded(overrides, message, monkeypatch):
+    def no_loading(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("spectoolkit.models.smollm2.load_smollm2", no_loading)
+    with pytest.raises(UsageError, match=message):
+        config.plan(overrides)
+
+
+def test_all_errors_are_reported_at_once():
+    overrides = ["sampling.temperature=-1", "num_draft_tokens=0", "verifier=typical", "verifier.epsilon=7"]
+    with pytest.raises(UsageError) as caught:
+        config.plan([*overrides, "+grid.drafter=[argmax,temperature]"])
+    for part in ("sampling.temperature", "num_draft_tokens", "verifier.epsilon", "ratio and constant"):
+        assert str(caught.value).count(part) == 1
+
+
+def test_a_jsonl_fault_names_file_and_line(prompt_file):
+    prompt_file.write_text(prompt_file.read_text() + "{broken\n")
+    with pytest.raises(UsageError, match=r"prompts\.jsonl.*3"):
+        config.plan(["prompts=jsonl", f"prompts.path={prompt_file}"])
+
+
+def test_the_package_lists_every_folder_of_configs():
+    """A wheel carries `*.yaml` and `*/*.yaml`; nothing may lie deeper."""
+    assert {path.relative_to(CONFIGS).parts.__len__() for path in CONFIGS.rglob("*.yaml")} <= {1, 2}
+    assert Path(CONFIGS / "config.yaml").exists()
