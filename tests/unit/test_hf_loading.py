@@ -5,10 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from tokenizers import Tokenizer
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from spectoolkit.errors import UsageError
-from spectoolkit.models.hf import HFTokenizer, load_draft_hf, load_hf, parse_device, same_tokenizer, stop_ids
+from spectoolkit.models.hf import (
+    HFTokenizer,
+    load_draft_hf,
+    load_hf,
+    parse_device,
+    same_tokenizer,
+    stop_ids,
+    tokenizer_difference,
+)
 from spectoolkit.models.tabular import random_tabular
 from spectoolkit.prompts import Message, Prompt
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
@@ -140,11 +149,18 @@ def test_draft_model_with_another_tokenizer(folder: Path, tmp_path: Path) -> Non
 
 
 def test_same_size_but_other_tokens() -> None:
-    swapped = tiny_tokenizer()
-    state = json.loads(swapped.backend_tokenizer.to_str())
+    state = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
     vocabulary = state["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    swapped.backend_tokenizer.from_str(json.dumps(state))
-    other = type(swapped)(tokenizer_object=swapped.backend_tokenizer.from_str(json.dumps(state)))
-    assert not same_tokenizer(HFTokenizer(tiny_tokenizer()), HFTokenizer(other))
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+    difference = tokenizer_difference(HFTokenizer(tiny_tokenizer()), HFTokenizer(other))
+    assert difference == "40 tokens against 40, and the first id that differs is 12: 'a' against 'b'"
     assert same_tokenizer(HFTokenizer(tiny_tokenizer()), HFTokenizer(tiny_tokenizer()))
+
+
+def test_checkpoint_that_lacks_weights(tmp_path: Path) -> None:
+    hf_model = tiny_model("llama").hf_model
+    hf_model.base_model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"in which 1 are missing: lm_head\.weight"):
+        load_hf(str(tmp_path))
