@@ -196,16 +196,11 @@ def load_hf(
     try:
         config = AutoConfig.from_pretrained(model, **options)
         check_supported(config, _model_class(config))
-<<<<<<< HEAD
         hf_tokenizer = AutoTokenizer.from_pretrained(model, **options)
-        hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch_dtype, config=config, **options)
-=======
-        hf_tokenizer = AutoTokenizer.from_pretrained(name, **options)
         with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name, dtype=torch_dtype, config=config, output_loading_info=True, **options
+                model, dtype=torch_dtype, config=config, output_loading_info=True, **options
             )
->>>>>>> models
     except UsageError:
         raise
     except (OSError, ValueError) as error:
@@ -214,19 +209,14 @@ def load_hf(
             f"model: expected a folder or hub repository with a causal language model, got {model!r}, which could not "
             f"be loaded ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
         ) from error
-<<<<<<< HEAD
-    hf_model.to(torch_device)  # pyright: ignore[reportArgumentType]  # a faulty annotation of transformers
-    return wrap(hf_model, hf_tokenizer, model)
-=======
     hf_model, report = loaded
     if report["missing_keys"]:
         # transformers would go on with random numbers.
         raise UsageError(
-            f"name: expected all weights of a {type(hf_model).__name__}, got {name!r}, in which "
+            f"model: expected all weights of a {type(hf_model).__name__}, got {model!r}, in which "
             f"{len(report['missing_keys'])} are missing: {', '.join(sorted(report['missing_keys'])[:3])}, ..."
         )
-    return wrap(hf_model.to(torch_device), hf_tokenizer, name)
->>>>>>> models
+    return wrap(hf_model.to(torch_device), hf_tokenizer, model)
 
 
 def load_draft_hf(
