@@ -83,7 +83,7 @@ class CausalLM:
         self.context_length = _context_length(config)
         self.device = hf_model.device
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def prefill(self, prefixes: Sequence[Sequence[int]]) -> RaggedCache:
         """State with `prefixes` cached; rows of similar length share a forward pass, and no logits are computed."""
         self._check_length(max(map(len, prefixes), default=0))
@@ -105,7 +105,7 @@ class CausalLM:
                 state.insert(rows, group)
         return state
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def score(self, state: RaggedCache, tokens: Tensor) -> tuple[Tensor, RaggedCache]:
         """Logits [B, Q, V], in the model's dtype, of the token after each of `tokens` [B, Q]; the longer state.
 
@@ -131,12 +131,12 @@ class CausalLM:
         state.rollback(lengths)
         return state
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def select(self, state: RaggedCache, rows: Sequence[int]) -> RaggedCache:
         """The state of `rows`, in that order."""
         return state.select(rows)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def insert(self, state: RaggedCache, rows: Sequence[int], other: RaggedCache) -> RaggedCache:
         """`state` with its `rows` replaced by the rows of `other`, in order."""
         state.insert(rows, other)
