@@ -26,6 +26,7 @@ from spectoolkit.datatypes import Request, SamplingParams
 from spectoolkit.decode import check_pair
 from spectoolkit.errors import UsageError
 from spectoolkit.interfaces import Drafter, LanguageModel
+from spectoolkit.models.prefix_cache import PrefixCache
 from spectoolkit.prompts import Prompt
 from spectoolkit.study import Cell, Experiment, Store
 
@@ -164,6 +165,8 @@ class _Loaders:
         self.target = cache(self._target)
         self.draft_model = cache(self._draft_model)
 
+        self.prefix_cache = cache(self._prefix_cache)
+
     def _prompts(self, node: str) -> tuple[Prompt, ...]:
         return tuple(_call(_thaw(node)))
 
@@ -172,6 +175,9 @@ class _Loaders:
 
     def _draft_model(self, target_node: str, node: str) -> LanguageModel:
         return _call(_thaw(node), self.target(target_node))
+
+    def _prefix_cache(self, model: LanguageModel, max_tokens: int) -> LanguageModel:
+        return PrefixCache(model, max_tokens) if max_tokens > 0 else model
 
 
 def _freeze(node: Mapping[str, Any]) -> str:
@@ -231,8 +237,12 @@ def _cell(config: dict[str, Any], choices: Mapping[str, str], loaders: _Loaders,
 
     def build() -> Experiment:
         target_node = _freeze(config["target"])
-        target = loaders.target(target_node)
-        draft_model = loaders.draft_model(target_node, _freeze(config["draft_model"])) if uses_draft_model else None
+        max_tokens = config["prefix_cache_tokens"]
+        target, draft_model = loaders.target(target_node), None
+        if uses_draft_model:
+            draft_model = loaders.draft_model(target_node, _freeze(config["draft_model"]))
+            draft_model = loaders.prefix_cache(draft_model, max_tokens)
+        target = loaders.prefix_cache(target, max_tokens)
         clusters: dict[str, str] = {}
         categories: dict[str, str] = {}
         requests: list[Request] = []
@@ -357,6 +367,7 @@ _TOP_LEVEL: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_new_tokens", _is_count, "an integer >= 1"),
     ("samples_per_prompt", _is_count, "an integer >= 1"),
     ("batch_size", _is_count, "an integer >= 1"),
+    ("prefix_cache_tokens", lambda value: value == 0 or _is_count(value), "an integer >= 0 (0 keeps none)"),
     ("seed", lambda value: _fits(value, int) and abs(value) < 2**63, "an integer of 64 bits"),
     ("ignore_eos", lambda value: isinstance(value, bool), "true or false"),
     ("stop_strings", lambda value: _fits(value, list[str]) and all(value), "a list of non-empty texts"),

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 
 @contextmanager
-def progress_bar(total: int, unit: str) -> Iterator[tqdm]:
-    """A bar over `total` units; no bar where there is nothing to do or nobody to see it is fine with a plain log."""
+def progress_bar(total: int | None, unit: str) -> Iterator[tqdm]:
+    """A bar over `total` units (None: not known yet); no bar where there is nothing to do."""
     with tqdm(total=total, unit=unit, dynamic_ncols=True, smoothing=0.05, disable=total == 0) as bar:
         yield bar

@@ -57,7 +57,7 @@ def run(
             bar.update(1)
     sequences = [[*one.request.prompt, *one.tokens] for one in completions]
     counted = [[False] * len(one.request.prompt) + [True] * len(one.tokens) for one in completions]
-    with progress_bar(0, "candidate") as bar:
+    with progress_bar(None, "candidate") as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
