@@ -24,7 +24,7 @@ def run(
     *,
     axes: Sequence[str],
     config: Mapping[str, Any],
-    max_skipped: int = 7,
+    max_skipped: int = 5,
 ) -> str:
     """Sample text from the target, then leave out one layer after the other (`models.layer_skip.layer_skip_search`).
 
