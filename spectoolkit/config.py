@@ -25,14 +25,17 @@ from omegaconf.errors import OmegaConfBaseException
 from spectoolkit.datatypes import Request, SamplingParams
 from spectoolkit.decode import check_pair
 from spectoolkit.errors import UsageError
-from spectoolkit.interfaces import Drafter, LanguageModel
+from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
 from spectoolkit.models.prefix_cache import PrefixCache
 from spectoolkit.prompts import Prompt
+from spectoolkit.replay import check_replayable
 from spectoolkit.study import Cell, Experiment, Store
 
 GROUPS = ("target", "draft_model", "drafter", "verifier", "sampling", "prompts")
-NOT_OF_A_CELL = ("name", "folder", "grid", "study")
+NOT_OF_A_CELL = ("name", "folder", "grid", "cases", "study")
 NO_EFFECT_ON_NUMBERS = ("target.cache_dir",)
+ENGINES = ("live", "replay", "auto")
+OF_THE_TEXT = ("max_new_tokens", "samples_per_prompt", "seed", "ignore_eos", "stop_strings")
 
 
 def config_folder() -> Path:
@@ -74,12 +77,15 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
     """
     base, _ = _compose(tuple(overrides))
     axes = dict(_axes(base.get("grid") or {}))
-    _refuse_overridden_axes(axes, overrides)
+    cases = _cases(base.get("cases") or [])
+    varied = list(dict.fromkeys([*axes, *(_axis_of(key) for case in cases for key in case)]))
+    _refuse_overridden(varied, overrides)
     errors: dict[str, None] = {}  # insertion-ordered set
     cells: list[Cell] = []
     loaders = _Loaders()
-    for values in itertools.product(*axes.values()):
-        point = tuple(f"{key}={_to_override(value)}" for key, value in zip(axes, values, strict=True))
+    for case, *values in itertools.product(cases or [{}], *axes.values()):
+        chosen = {**dict(zip(axes, values, strict=True)), **case}
+        point = tuple(f"{key}={_to_override(value)}" for key, value in chosen.items())
         with _collecting(errors):
             config, choices = _compose((*overrides, *point))
             cells.append(_cell(config, choices, loaders, errors))
@@ -92,7 +98,7 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
     def run_study(*args: Any, **kwargs: Any) -> str:
         return _call(study, *args, **kwargs)
 
-    return Plan(base["name"], Path(base["folder"]), base, tuple(axes), tuple(cells), run_study)
+    return Plan(base["name"], Path(base["folder"]), base, tuple(varied), tuple(cells), run_study)
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -136,13 +142,26 @@ def _axes(grid: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, list
             raise UsageError(f"grid.{prefix}{key}: expected a non-empty list of values, got {value!r}")
 
 
-def _refuse_overridden_axes(axes: Mapping[str, Any], overrides: Sequence[str]) -> None:
+def _cases(cases: Any) -> list[dict[str, Any]]:
+    """Points that a grid cannot say: each case sets several keys at once. Groups come before the keys below them."""
+    if not isinstance(cases, list) or not all(isinstance(case, dict) and case for case in cases):
+        raise UsageError(f"cases: expected a list of non-empty mappings from settings to values, got {cases!r}")
+    return [dict(sorted(case.items(), key=lambda item: "." in item[0])) for case in cases]
+
+
+def _axis_of(key: str) -> str:
+    """A setting of a group that a case chooses belongs to the axis of that group; sampling parameters are their own."""
+    group = key.split(".")[0]
+    return group if group in GROUPS and group != "sampling" else key
+
+
+def _refuse_overridden(varied: Sequence[str], overrides: Sequence[str]) -> None:
     for override in overrides:
         key = override.split("=")[0].lstrip("+~")
-        if key in axes:
+        if key in varied:
             raise UsageError(
-                f"{override}: {key} is an axis of this study, with the values {axes[key]}; "
-                f"to change them say grid.{key}=[...]"
+                f"{override}: {key} is an axis of this study; to change its values say grid.{key}=[...] "
+                "(or cases=[...] where the study has cases)"
             )
 
 
@@ -227,12 +246,26 @@ def _cell(config: dict[str, Any], choices: Mapping[str, str], loaders: _Loaders,
         if drafter is not None and verifier is not None:
             check_pair(drafter, verifier)
 
+    engine = config["engine"]
+    with _collecting(errors):
+        if drafter is not None and verifier is not None and engine != "live":
+            engine = _engine(engine, drafter, verifier)
+
     settings = dict(_flatten({key: value for key, value in config.items() if key not in NOT_OF_A_CELL}))
     settings |= {f"{group}.name": choice for group, choice in choices.items()}
     settings["verifier.is_lossless"] = verifier.is_lossless if verifier is not None else None
+    settings["engine"] = engine
     unused = () if uses_draft_model else ("draft_model.",)
+    if engine == "live":
+        unused += ("engine", "trajectories")
     identity = {
         key: value for key, value in settings.items() if not key.startswith(unused) and key not in NO_EFFECT_ON_NUMBERS
+    }
+
+    text_identity = {
+        key: value
+        for key, value in identity.items()
+        if key.startswith(("target.", "sampling.", "prompts.")) or key in OF_THE_TEXT
     }
 
     def build() -> Experiment:
@@ -273,7 +306,22 @@ def _cell(config: dict[str, Any], choices: Mapping[str, str], loaders: _Loaders,
             batch_size=config["batch_size"],
         )
 
-    return Cell(settings, identity, len(prompts) * config["samples_per_prompt"], build)
+    return Cell(settings, identity, text_identity, len(prompts) * config["samples_per_prompt"], build)
+
+
+def _engine(asked: str, drafter: Drafter, verifier: Verifier) -> str:
+    """ "replay" where that is exact, "live" elsewhere.
+
+    Raises:
+        UsageError: a replay was asked for that would not be exact.
+    """
+    try:
+        check_replayable(drafter, verifier)
+    except UsageError:
+        if asked == "replay":
+            raise
+        return "live"
+    return "replay"
 
 
 def _drafter(node: Mapping[str, Any], draft_model: LanguageModel | None, vocab_size: int) -> Drafter:
@@ -369,6 +417,8 @@ _TOP_LEVEL: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("batch_size", _is_count, "an integer >= 1"),
     ("prefix_cache_tokens", lambda value: value == 0 or _is_count(value), "an integer >= 0 (0 keeps none)"),
     ("seed", lambda value: _fits(value, int) and abs(value) < 2**63, "an integer of 64 bits"),
+    ("engine", lambda value: value in ENGINES, "live, replay or auto (replay where that is exact, else live)"),
+    ("trajectories", lambda value: value is None or isinstance(value, str), "null or the path of a file"),
     ("ignore_eos", lambda value: isinstance(value, bool), "true or false"),
     ("stop_strings", lambda value: _fits(value, list[str]) and all(value), "a list of non-empty texts"),
     ("name", lambda value: isinstance(value, str) and bool(value), "a text"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from spectoolkit.datatypes import Completion, StepRecord
+from spectoolkit.functional.renewal import ExpectedCounts
+from spectoolkit.trajectories import Trajectories
 
 SUM_COLUMNS = (
     "steps",  # target forwards
@@ -58,6 +61,50 @@ def request_row(completion: Completion, num_draft_tokens: int, *, cluster: str, 
         **{name: float(sum(getattr(s, name) for s in steps)) for name in TIME_COLUMNS},
         "tokens": list(completion.tokens),
     }
+
+
+def expected_rows(
+    counts: ExpectedCounts,
+    trajectories: Trajectories,
+    *,
+    clusters: Sequence[str],
+    categories: Sequence[str],
+    draft_bytes_per_token: int,
+) -> pd.DataFrame:
+    """One row per request as above, with expected values in the place of sums.
+
+    Undefined (NaN) where the output does not tell: what a step accepts behind the end of the output (`verified`, where
+    a stop ended it), what a position behind a rejection would have done alone, and times.
+    """
+    rows: list[dict[str, Any]] = []
+    for i, (request, output, reason) in enumerate(
+        zip(trajectories.requests, trajectories.outputs, trajectories.finish_reasons, strict=True)
+    ):
+        accepted = float(counts.accepted[i, 0])
+        rows.append(
+            {
+                "request_id": request.id,
+                "cluster": clusters[i],
+                "category": categories[i],
+                "engine": "replay",
+                "num_draft_tokens": counts.drafted_at.shape[-1],
+                "prompt_tokens": len(request.prompt),
+                "finish_reason": reason,
+                "draft_bytes_per_token": draft_bytes_per_token,
+                "steps": float(counts.steps[i, 0]),
+                "proposing_steps": float(counts.proposing_steps[i, 0]),
+                "drafted": float(counts.drafted[i, 0]),
+                "verified": accepted if reason == "length" else math.nan,
+                "accepted": accepted,
+                "emitted": float(len(output)),
+                "judged_alone": math.nan,
+                "truncated": float(counts.truncated[i, 0]),
+                **{name: getattr(counts, name)[i, 0].tolist() for name in POSITION_COLUMNS},
+                **dict.fromkeys(TIME_COLUMNS, math.nan),
+                "tokens": list(output),
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 def _reached(step: StepRecord, i: int) -> bool:

@@ -1,7 +1,8 @@
 """A grid of cells, run once each and kept on disk: what is there is not computed again.
 
 A study's folder holds `manifest.json` (how the numbers were made), `cells/FINGERPRINT.parquet` (one row per request),
-`steps/FINGERPRINT.parquet` (one row per step), and the tables and figures made from them.
+`steps/FINGERPRINT.parquet` (one row per step of a live cell), `trajectories/` (the outputs that replays read), and the
+tables and figures made from them.
 """
 
 from __future__ import annotations
@@ -10,16 +11,14 @@ import hashlib
 import json
 import os
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 
 from spectoolkit.datatypes import Completion, Request
-from spectoolkit.decode import decode
 from spectoolkit.errors import RunError
 from spectoolkit.files import replace, replace_text, writing
 from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
@@ -27,9 +26,8 @@ from spectoolkit.provenance import provenance
 from spectoolkit.records import request_row, step_frame
 from spectoolkit.report.cells import CellResult
 
-RECORDS_VERSION = (
-    1  # raised when the same settings would give other numbers, so that stored cells are not taken for new ones
-)
+RECORDS_VERSION = 1
+"""Raised when the same settings give other numbers than before, so that older stored cells are not taken for them."""
 
 
 @dataclass(frozen=True)
@@ -58,30 +56,28 @@ class Cell:
     Attributes:
         settings: everything that identifies it, flat: {"sampling.temperature": 0.7, "drafter.name": "argmax", ...}.
         identity: the part of the settings that can change its numbers; its hash names the files.
+        text_identity: the part of the settings that the law of an output of the target depends on.
         build: loads models and prompts; called only when the cell is not on disk.
     """
 
     settings: Mapping[str, Any]
     identity: Mapping[str, Any]
+    text_identity: Mapping[str, Any]
     num_requests: int
     build: Callable[[], Experiment]
 
     @property
     def fingerprint(self) -> str:
-        text = json.dumps({"records": RECORDS_VERSION, **self.identity}, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _hash({"records": RECORDS_VERSION, **self.identity})
+
+    @property
+    def engine(self) -> str:
+        """How its numbers are obtained: "live" or "replay"."""
+        return str(self.settings["engine"])
 
     @property
     def label(self) -> str:
         return " ".join(str(self.settings[key]) for key in ("drafter.name", "verifier.name", "sampling.temperature"))
-
-
-class Progress(Protocol):
-    """Takes note of finished work, to show it."""
-
-    def update(self, n: float = 1) -> Any: ...
-
-    def set_description(self, desc: str) -> Any: ...
 
 
 class Store:
@@ -94,7 +90,7 @@ class Store:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         with writing(self.folder):
-            for name in ("cells", "steps"):
+            for name in ("cells", "steps", "trajectories"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
             probe = self.folder / f".probe-{secrets.token_hex(4)}"
             probe.write_text("")
@@ -131,8 +127,8 @@ class Store:
             for cell, frame in rows
         ]
 
-    def save(self, cell: Cell, completions: Sequence[Completion], experiment: Experiment, wall_s: float) -> None:
-        """Keep a finished cell, and how it was computed; the file whose existence says so is written last."""
+    def save_live(self, cell: Cell, completions: Sequence[Completion], experiment: Experiment, wall_s: float) -> None:
+        """Keep a decoded cell, its requests in their order; the file whose existence says so is written last."""
         ordered = {request.id: i for i, request in enumerate(experiment.requests)}
         completions = sorted(completions, key=lambda completion: ordered[completion.request.id])
         rows = [
@@ -146,9 +142,16 @@ class Store:
         ]
         steps = step_frame(completions)
         replace(self._path("steps", cell), lambda path: steps.to_parquet(path, index=False))
-        frame = pd.DataFrame(rows)
-        frame.attrs = {"wall_s": round(wall_s, 3), **provenance()}  # travels in the file's metadata
-        replace(self._path("cells", cell), lambda path: frame.to_parquet(path, index=False))
+        self.save(cell, pd.DataFrame(rows), {"wall_s": round(wall_s, 3)})
+
+    def save(self, cell: Cell, rows: pd.DataFrame, how: Mapping[str, Any]) -> None:
+        """Keep the request rows of a finished cell, and how they were computed (in the file's metadata)."""
+        rows.attrs = {**how, **provenance()}
+        replace(self._path("cells", cell), lambda path: rows.to_parquet(path, index=False))
+
+    def trajectories_path(self, cell: Cell) -> Path:
+        """Where the outputs are kept that a replay of this cell reads."""
+        return self.folder / "trajectories" / f"{_hash(cell.text_identity)}.parquet"
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Write `manifest.json`."""
@@ -158,38 +161,6 @@ class Store:
         return self.folder / kind / f"{cell.fingerprint}.parquet"
 
 
-def missing_requests(cells: Sequence[Cell], store: Store) -> int:
-    """How many requests are still to be decoded."""
-    return sum(cell.num_requests for cell in cells if not store.has(cell))
-
-
-def run_cells(cells: Sequence[Cell], store: Store, progress: Progress) -> list[CellResult]:
-    """Compute the cells that are not on disk yet, in order, and return all of them.
-
-    `progress` counts the requests of cells that were not stored.
-    """
-    results: list[CellResult] = []
-    for cell in cells:
-        if not store.has(cell):
-            progress.set_description(cell.label)
-            run_cell(cell, store, progress)
-        results.append(store.load(cell))
-    return results
-
-
-def run_cell(cell: Cell, store: Store, progress: Progress) -> None:
-    """Decode one cell and keep it."""
-    experiment = cell.build()
-    begin = time.perf_counter()
-    completions: list[Completion] = []
-    for completion in decode(
-        experiment.target,
-        experiment.drafter,
-        experiment.verifier,
-        experiment.requests,
-        num_draft_tokens=experiment.num_draft_tokens,
-        batch_size=experiment.batch_size,
-    ):
-        completions.append(completion)
-        progress.update(1)
-    store.save(cell, completions, experiment, time.perf_counter() - begin)
+def _hash(settings: Mapping[str, Any]) -> str:
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -2,5 +2,6 @@
 
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.drafters.ngram import NGramDrafter
+from spectoolkit.drafters.none import NoDrafter
 
-__all__ = ["ModelDrafter", "NGramDrafter"]
+__all__ = ["ModelDrafter", "NGramDrafter", "NoDrafter"]

@@ -11,6 +11,8 @@ from spectoolkit.errors import UsageError
 
 LOSSLESS_KEY = "verifier.is_lossless"
 _ABSENT = "(absent)"
+# Every table has a column that says which cell was obtained how.
+_SHOWN_ANYWAY = ("engine",)
 # Follows from the verifier, so a table that varies the verifier by name may vary it as well.
 _DERIVED = {LOSSLESS_KEY: "verifier.name"}
 
@@ -55,7 +57,7 @@ def check_shared(cells: Sequence[CellResult], axes: Sequence[str]) -> None:
     differing = []
     for key in keys:
         values = list(dict.fromkeys(_text(cell, key) for cell in cells))
-        if key not in free and len(values) > 1:
+        if key not in (*free, *_SHOWN_ANYWAY) and len(values) > 1:
             differing.append(f"{key}: {', '.join(values)}")
     if differing:
         raise UsageError(

@@ -8,7 +8,8 @@ from typing import Any
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.report import tables
-from spectoolkit.study import Cell, Store, missing_requests, run_cells
+from spectoolkit.runner import missing_requests, run_cells
+from spectoolkit.study import Cell, Store
 
 
 def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Mapping[str, Any]) -> str:

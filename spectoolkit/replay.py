@@ -1,0 +1,228 @@
+"""The exact conditional expectation of every count, from one teacher-forced pass over outputs of the target.
+
+A lossless verifier leaves the target's law of the output unchanged whatever is drafted. So outputs are sampled from the
+target once, each model scores them once, and the randomness of drafting and verification is integrated out: one pass
+serves every drafter, every K and every lossless verifier. Lossy verifiers change the law of the text and are refused.
+
+Logits are reduced chunk by chunk and never kept. Peak memory beyond the models, the caches of `BATCH` rows and a few
+numbers per token and strategy is that of some six [`ROWS`, V] tensors in float32, whatever the number of tokens,
+strategies and K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectoolkit.datatypes import PointMass
+from spectoolkit.drafters.model import ModelDrafter
+from spectoolkit.errors import UsageError
+from spectoolkit.functional import renewal
+from spectoolkit.functional.conditional import GivenOutput
+from spectoolkit.functional.ragged import pad_rows
+from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
+from spectoolkit.sampling import SamplingState
+from spectoolkit.trajectories import Trajectories
+
+BATCH = 16
+ROWS = 256
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A drafter and a lossless verifier, with the largest K that is asked for."""
+
+    drafter: Drafter
+    verifier: Verifier
+    num_draft_tokens: int
+
+    @property
+    def given_output(self) -> GivenOutput:
+        (law,) = self.drafter.laws
+        return self.verifier.given_output(law)  # type: ignore[attr-defined]
+
+
+def check_replayable(drafter: Drafter, verifier: Verifier) -> None:
+    """Refuse what a replay cannot compute exactly.
+
+    Raises:
+        UsageError: a lossy verifier, or one that does not say how its acceptance follows from the output.
+    """
+    name = type(verifier).__name__
+    if not verifier.is_lossless:
+        raise UsageError(
+            f"engine=replay: {name} is not lossless: its outputs do not follow the target's law, so that text sampled "
+            "from the target says nothing about it; decode it with engine=live"
+        )
+    if not hasattr(verifier, "given_output"):
+        raise UsageError(f"engine=replay: {name} has no given_output, so it can only be decoded with engine=live")
+    if not isinstance(drafter, ModelDrafter) and drafter.laws != (PointMass,):
+        raise UsageError(
+            "engine=replay: expected a drafter with a draft model or with a point mass law, got "
+            f"{type(drafter).__name__}"
+        )
+
+
+def replay(
+    target: LanguageModel,
+    strategies: Sequence[Strategy],
+    trajectories: Trajectories,
+    progress: Callable[[int], Any] = lambda num_requests: None,
+) -> list[list[renewal.ExpectedCounts]]:
+    """Expected counts of every strategy and every K.
+
+    Args:
+        target: the model that the trajectories were sampled from.
+        strategies: all of them are evaluated in one pass over the logits of each draft model.
+        trajectories: R outputs of the target.
+        progress: called with the number of requests that were finished.
+
+    Returns:
+        For each strategy, for K = 1 .. its `num_draft_tokens`: counts [R, 1] (see `renewal.ExpectedCounts`).
+
+    Raises:
+        UsageError: what `check_replayable` refuses.
+        InvalidLogitsError: a model returned a row from which no distribution follows.
+    """
+    for strategy in strategies:
+        check_replayable(strategy.drafter, strategy.verifier)
+    parts: list[list[list[renewal.ExpectedCounts]]] = [[] for _ in strategies]
+    order = sorted(range(len(trajectories.outputs)), key=lambda i: len(trajectories.outputs[i]))
+    for begin in range(0, len(order), BATCH):
+        group = _Group.of(trajectories, order[begin : begin + BATCH], target)
+        by_position = _by_position(target, strategies, group)
+        for i, strategy in enumerate(strategies):
+            if i in by_position:
+                numbers = renewal.windows(by_position[i], strategy.num_draft_tokens)
+                drafted = group.budget.clamp(max=strategy.num_draft_tokens)
+            else:
+                numbers, drafted = _by_start(strategy, group)
+            at_least = strategy.given_output.combine(numbers)[:, None]
+            parts[i].append(
+                [
+                    renewal.expected_counts(at_least[..., :k], drafted[:, None].clamp(max=k), group.lengths)
+                    for k in range(1, strategy.num_draft_tokens + 1)
+                ]
+            )
+        progress(len(group.lengths))
+    back = torch.tensor(order).argsort()
+    return [[_join(list(of_k), back) for of_k in zip(*some, strict=True)] for some in parts]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Some outputs, to be scored together.
+
+    Attributes:
+        prompts: B of them.
+        sampling: their parameters and histories before the first output token.
+        tokens: [B, N] outputs, padded.
+        inputs: [B, N] the token before each.
+        lengths: [B] on the host, like everything that the recursion needs.
+        budget: [B, N] how many drafts a step that starts there may have: one less than may still be emitted.
+    """
+
+    prompts: list[tuple[int, ...]]
+    sampling: SamplingState
+    tokens: Tensor
+    inputs: Tensor
+    lengths: Tensor
+    budget: Tensor
+
+    @staticmethod
+    def of(trajectories: Trajectories, rows: Sequence[int], target: LanguageModel) -> _Group:
+        requests = [trajectories.requests[row] for row in rows]
+        outputs = [trajectories.outputs[row] for row in rows]
+        prompts = [request.prompt for request in requests]
+        ids, params = [request.id for request in requests], [request.params for request in requests]
+        no_output: list[tuple[int, ...]] = [() for _ in rows]
+        tokens = pad_rows(outputs, target.device)
+        before = torch.tensor([prompt[-1:] for prompt in prompts], device=target.device)
+        limits = torch.tensor([request.max_new_tokens for request in requests])
+        return _Group(
+            prompts=prompts,
+            sampling=SamplingState.of(ids, params, prompts, no_output, target.vocab_size, target.device),
+            tokens=tokens,
+            inputs=torch.cat([before, tokens[:, :-1]], dim=1),
+            lengths=torch.tensor([len(output) for output in outputs]),
+            budget=(limits[:, None] - torch.arange(tokens.shape[1]) - 1).clamp(min=0),
+        )
+
+
+def _by_position(target: LanguageModel, strategies: Sequence[Strategy], group: _Group) -> dict[int, Tensor]:
+    """Per strategy with a draft model, [B, N] what its verifier needs to know of each position."""
+    users: dict[int, list[int]] = {}  # by identity of the draft model, which several strategies may share
+    models: dict[int, LanguageModel] = {}
+    for i, strategy in enumerate(strategies):
+        if isinstance(strategy.drafter, ModelDrafter):
+            model = strategy.drafter.draft_model
+            models[id(model)] = model
+            users.setdefault(id(model), []).append(i)
+    numbers = {i: torch.zeros(group.tokens.shape, dtype=torch.float64) for some in users.values() for i in some}
+    if not users:
+        return numbers
+    scorers = {key: _Scorer(model, group) for key, model in models.items()}
+    target_scorer = _Scorer(target, group)
+    num_rows, num_positions = group.tokens.shape
+    width = max(1, ROWS // num_rows)
+    for begin in range(0, num_positions, width):
+        end = min(begin + width, num_positions)
+        tokens, appended = group.tokens[:, begin:end], group.tokens[:, : end - 1]
+        target_probs = group.sampling.probs(target_scorer.logits(begin, end), appended, "target")
+        for key, some in users.items():
+            logits = scorers[key].logits(begin, end)
+            for i in some:
+                strategy = strategies[i]
+                assert isinstance(strategy.drafter, ModelDrafter)
+                draft_probs = strategy.drafter.draft_probs(logits, group.sampling, appended)
+                reduced = strategy.given_output.reduce(target_probs, draft_probs, tokens)
+                numbers[i][:, begin:end] = reduced.cpu()
+    return numbers
+
+
+class _Scorer:
+    """One model walking along the outputs of a group."""
+
+    def __init__(self, model: LanguageModel, group: _Group) -> None:
+        self._model, last_id = model, model.vocab_size - 1
+        self._inputs = group.inputs.clamp(0, last_id)
+        self._state = model.prefill([[min(token, last_id) for token in prompt[:-1]] for prompt in group.prompts])
+
+    def logits(self, begin: int, end: int) -> Tensor:
+        """[B, end - begin, V] of the output tokens at these positions; to be asked for in order."""
+        logits, self._state = self._model.score(self._state, self._inputs[:, begin:end])
+        return logits
+
+
+def _by_start(strategy: Strategy, group: _Group) -> tuple[Tensor, Tensor]:
+    """For a drafter without a draft model, by proposing at every step start.
+
+    Returns:
+        [B, N, K] whether each proposed token is that of the output, and [B, N] how many were proposed.
+    """
+    drafter, num_draft_tokens = strategy.drafter, strategy.num_draft_tokens
+    tokens = group.tokens.cpu()
+    num_rows, num_positions = tokens.shape
+    following = renewal.windows((tokens + 1).to(torch.float64), num_draft_tokens).long() - 1  # [B, N, K], -1 behind
+    equal = torch.zeros(num_rows, num_positions, num_draft_tokens, dtype=torch.float64)
+    drafted = torch.zeros(num_rows, num_positions, dtype=torch.int64)
+    noise = torch.zeros(num_rows, num_draft_tokens, dtype=torch.float64)  # a deterministic drafter draws nothing
+    state = drafter.start(group.prompts)
+    for s in range(num_positions):
+        proposal, state = drafter.propose(state, group.sampling, group.budget[:, s].clamp(max=num_draft_tokens), noise)
+        proposed = proposal.tokens.cpu()
+        width = proposed.shape[1]
+        equal[:, s, :width] = ((proposed == following[:, s, :width]) & (proposed >= 0)).to(torch.float64)
+        drafted[:, s] = proposal.lengths.cpu()
+        state = drafter.commit(state, tokens[:, s : s + 1])
+    return equal, drafted
+
+
+def _join(parts: Sequence[renewal.ExpectedCounts], order: Tensor) -> renewal.ExpectedCounts:
+    """The counts of all groups, in the order of the requests."""
+    names = [field.name for field in fields(renewal.ExpectedCounts)]
+    return renewal.ExpectedCounts(*(torch.cat([getattr(part, name) for part in parts])[order] for name in names))

@@ -1,0 +1,146 @@
+"""Computing the cells of a study that are not on disk yet: by decoding, or by one replay for all that share outputs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from spectoolkit import trajectories
+from spectoolkit.datatypes import Completion
+from spectoolkit.decode import decode
+from spectoolkit.drafters import NoDrafter
+from spectoolkit.records import expected_rows
+from spectoolkit.replay import Strategy, replay
+from spectoolkit.report.cells import CellResult
+from spectoolkit.study import Cell, Experiment, Store
+from spectoolkit.trajectories import Trajectories
+from spectoolkit.verifiers import Rejection
+
+
+class Progress(Protocol):
+    """Takes note of finished work, to show it."""
+
+    def update(self, n: float = 1) -> Any: ...
+
+    def set_description(self, desc: str) -> Any: ...
+
+
+def missing_requests(cells: Sequence[Cell], store: Store) -> int:
+    """How many requests are still to be decoded, sampled or replayed."""
+    missing = [cell for cell in cells if not store.has(cell)]
+    live = sum(cell.num_requests for cell in missing if cell.engine == "live")
+    groups = _replay_groups(missing)
+    return live + sum(group[0].num_requests * (1 + _must_sample(group[0], store)) for group in groups)
+
+
+def run_cells(cells: Sequence[Cell], store: Store, progress: Progress) -> list[CellResult]:
+    """Compute the cells that are not on disk yet and return all of them.
+
+    `progress` counts requests: those that are decoded, those that are sampled for a replay, and those that are replayed.
+    """
+    missing = [cell for cell in cells if not store.has(cell)]
+    for group in _replay_groups(missing):
+        run_replay(group, store, progress)
+    for cell in missing:
+        if cell.engine == "live":
+            run_live(cell, store, progress)
+    return [store.load(cell) for cell in cells]
+
+
+def run_live(cell: Cell, store: Store, progress: Progress) -> None:
+    """Decode one cell and keep it."""
+    progress.set_description(cell.label)
+    experiment = cell.build()
+    begin = time.perf_counter()
+    completions: list[Completion] = []
+    for completion in decode(
+        experiment.target,
+        experiment.drafter,
+        experiment.verifier,
+        experiment.requests,
+        num_draft_tokens=experiment.num_draft_tokens,
+        batch_size=experiment.batch_size,
+    ):
+        completions.append(completion)
+        progress.update(1)
+    store.save_live(cell, completions, experiment, time.perf_counter() - begin)
+
+
+def run_replay(cells: Sequence[Cell], store: Store, progress: Progress) -> None:
+    """Replay cells that differ in nothing but drafter, verifier and K, and keep them."""
+    progress.set_description(f"replay of {len(cells)} cells")
+    experiments = [cell.build() for cell in cells]
+    outputs, source = _outputs(cells[0], experiments[0], store, progress)
+    begin = time.perf_counter()
+    strategies: dict[str, Strategy] = {}  # cells that differ in K only share one
+    for cell, experiment in zip(cells, experiments, strict=True):
+        key = _strategy_key(cell)
+        largest = max(experiment.num_draft_tokens, strategies[key].num_draft_tokens if key in strategies else 0)
+        strategies[key] = Strategy(experiment.drafter, experiment.verifier, largest)
+    counts = replay(experiments[0].target, list(strategies.values()), outputs, progress.update)
+    by_key = dict(zip(strategies, counts, strict=True))
+    wall_s = time.perf_counter() - begin
+    how = {"trajectories": source, "wall_s": round(wall_s / len(cells), 3)}  # of the cell's share of the pass
+    for cell, experiment in zip(cells, experiments, strict=True):
+        rows = expected_rows(
+            by_key[_strategy_key(cell)][experiment.num_draft_tokens - 1],
+            outputs,
+            clusters=[experiment.clusters[request.id] for request in outputs.requests],
+            categories=[experiment.categories[request.id] for request in outputs.requests],
+            draft_bytes_per_token=experiment.drafter.bytes_per_token,
+        )
+        store.save(cell, rows, how)
+
+
+def sample(experiment: Experiment, progress: Progress) -> Trajectories:
+    """One output of the target per request, by plain decoding."""
+    completions: dict[str, Completion] = {}
+    for completion in decode(
+        experiment.target,
+        NoDrafter(),
+        Rejection(),
+        experiment.requests,
+        num_draft_tokens=1,
+        batch_size=experiment.batch_size,
+    ):
+        completions[completion.request.id] = completion
+        progress.update(1)
+    ordered = [completions[request.id] for request in experiment.requests]
+    return Trajectories(
+        requests=tuple(experiment.requests),
+        outputs=tuple(completion.tokens for completion in ordered),
+        finish_reasons=tuple(completion.finish_reason for completion in ordered),
+    )
+
+
+def _outputs(cell: Cell, experiment: Experiment, store: Store, progress: Progress) -> tuple[Trajectories, str]:
+    """The outputs to replay, and where they are from: a given file, the study's own, or sampled now."""
+    given = cell.settings["trajectories"]
+    path = store.trajectories_path(cell)
+    if given is not None:
+        return trajectories.load(given, experiment.requests, cell.text_identity), f"given: {given}"
+    if not path.exists():
+        trajectories.save(path, sample(experiment, progress), cell.text_identity)
+    return trajectories.load(path, experiment.requests, cell.text_identity), f"sampled: {path.name}"
+
+
+def _must_sample(cell: Cell, store: Store) -> bool:
+    return cell.settings["trajectories"] is None and not store.trajectories_path(cell).exists()
+
+
+def _replay_groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """The replayed cells, those together that read the same outputs."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.engine == "replay":
+            key = json.dumps([cell.text_identity, cell.settings["trajectories"]], sort_keys=True, default=str)
+            groups.setdefault(key, []).append(cell)
+    return list(groups.values())
+
+
+def _strategy_key(cell: Cell) -> str:
+    groups = ("drafter.", "verifier.", "draft_model.")
+    chosen: Mapping[str, Any] = {key: value for key, value in cell.settings.items() if key.startswith(groups)}
+    return json.dumps(chosen, sort_keys=True, default=str)
