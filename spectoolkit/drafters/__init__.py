@@ -1,6 +1,8 @@
 """One file per way to propose draft tokens."""
 
+from spectoolkit.drafters.coupled import CoupledDrafter
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.drafters.ngram import NGramDrafter
+from spectoolkit.drafters.top_m import TopMDrafter
 
-__all__ = ["ModelDrafter", "NGramDrafter"]
+__all__ = ["CoupledDrafter", "ModelDrafter", "NGramDrafter", "TopMDrafter"]
