@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import Completion, Proposal, Request, StepRecord, Uniforms, Verdict
-from spectoolkit.functional.noise import Role, request_key, uniforms
+from spectoolkit.datatypes import Completion, DraftNoise, Proposal, Request, StepRecord, Uniforms, Verdict
+from spectoolkit.functional.noise import Role, position_keys, request_key, uniforms
 from spectoolkit.functional.ragged import pad_rows
 from spectoolkit.interfaces import LanguageModel
 from spectoolkit.sampling import SamplingState
@@ -60,14 +60,17 @@ class Batch:
     def prompts(self) -> list[tuple[int, ...]]:
         return [row.request.prompt for row in self.rows]
 
-    def draft_noise(self) -> Tensor:
-        """[B, K] uniforms, K the largest draft budget of the batch."""
-        return self._noise(min(self._num_draft_tokens, max(row.remaining for row in self.rows) - 1), Role.DRAFT)
+    def draft_noise(self) -> DraftNoise:
+        """Noise of K positions, K the largest draft budget of the batch."""
+        width = min(self._num_draft_tokens, max(row.remaining for row in self.rows) - 1)
+        return DraftNoise(self._noise(width, Role.DRAFT), self._shared_noise(width))
 
     def verify_noise(self, proposal: Proposal) -> Uniforms:
-        """The uniforms that judge `proposal`."""
+        """The noise that judges `proposal`."""
         width = proposal.tokens.shape[1]
-        return Uniforms(self._noise(width, Role.ACCEPT), self._noise(width + 1, Role.EMIT))
+        return Uniforms(
+            self._noise(width, Role.ACCEPT), self._noise(width + 1, Role.EMIT), self._shared_noise(width + 1)
+        )
 
     def commit(self, proposal: Proposal, verdict: Verdict) -> Tensor:
         """Take over a verdict: cut every block where its request ends, and record the step.
@@ -152,6 +155,9 @@ class Batch:
 
     def _noise(self, num_positions: int, role: Role) -> Tensor:
         return uniforms(self._seeds, self._request_keys, self.sampling.num_tokens, num_positions, role)
+
+    def _shared_noise(self, num_positions: int) -> Tensor:
+        return position_keys(self._seeds, self._request_keys, self.sampling.num_tokens, num_positions)
 
 
 def cut(

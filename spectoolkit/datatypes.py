@@ -124,7 +124,36 @@ class Dense:
         return vocab_size * dtype_bytes
 
 
-DraftLaw = PointMass | Dense
+@dataclass(frozen=True, slots=True)
+class TopM:
+    """Draft law whose token i of row b was drawn from m ids alone: `ids[b, i, j]` with `probs[b, i, j]`.
+
+    Attributes:
+        ids: [B, K, m], different ids in each row.
+        probs: [B, K, m], float32 or wider, rows sum to 1; rows past a proposal's length are ignored.
+    """
+
+    ids: Tensor
+    probs: Tensor
+
+    def bytes_per_token(self, vocab_size: int, dtype_bytes: int = 2) -> int:
+        """Bytes a server keeps per draft token: m ids of 32 bits and m numbers of `dtype_bytes`."""
+        return self.ids.shape[-1] * (4 + dtype_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedNoise:
+    """Draft law whose token is argmax(log q + G) with the position's shared noise G, which a verifier can have too.
+
+    Nothing is kept: G is a function of seed, request and position (`functional.noise.position_keys`).
+    """
+
+    def bytes_per_token(self, vocab_size: int, dtype_bytes: int = 2) -> int:
+        """Bytes a server keeps per draft token between drafting and verification: 0."""
+        return 0
+
+
+DraftLaw = PointMass | Dense | TopM | SharedNoise
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +172,33 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftNoise:
+    """The randomness of one proposal.
+
+    Attributes:
+        uniforms: [B, K] float64 in [0, 1), one per draft token.
+        shared: [B, K] int64, a key per position for noise over the whole vocabulary (`functional.draw.gumbel_max`).
+            It depends on seed, request and position only: the verifier of the step gets the same, and so does a later
+            step for the same position. None where nobody asks for it.
+    """
+
+    uniforms: Tensor
+    shared: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Uniforms:
-    """The randomness of one verification, numbers in [0, 1).
+    """The randomness of one verification: numbers in [0, 1), and the keys of the noise that is shared with the drafter.
 
     Attributes:
         accept: [B, K] float64, one per draft token.
         emit: [B, K+1] float64, one per position at which a target token may be drawn.
+        shared: [B, K+1] int64, as in `DraftNoise`; None where nobody asks for it.
     """
 
     accept: Tensor
     emit: Tensor
+    shared: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import DraftLaw, Proposal, Uniforms, Verdict
+from spectoolkit.datatypes import DraftLaw, DraftNoise, Proposal, Uniforms, Verdict
 from spectoolkit.sampling import SamplingState
 
 
@@ -87,9 +87,9 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, state: Any, sampling: SamplingState, max_tokens: Tensor, uniforms: Tensor
+        self, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
     ) -> tuple[Proposal, Any]:
-        """At most `max_tokens` [B] tokens per row (some may be 0), drawn with `uniforms` [B, max(max_tokens)].
+        """At most `max_tokens` [B] tokens per row (some may be 0), drawn with `noise` of K = max(max_tokens) positions.
 
         `sampling` holds the requests' parameters and token histories as of the start of the step.
         """

@@ -1,7 +1,9 @@
 """One file per way to propose draft tokens."""
 
+from spectoolkit.drafters.coupled import CoupledDrafter
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.drafters.ngram import NGramDrafter
 from spectoolkit.drafters.none import NoDrafter
+from spectoolkit.drafters.top_m import TopMDrafter
 
-__all__ = ["ModelDrafter", "NGramDrafter", "NoDrafter"]
+__all__ = ["CoupledDrafter", "ModelDrafter", "NGramDrafter", "NoDrafter", "TopMDrafter"]

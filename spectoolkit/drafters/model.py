@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import PAD, Dense, DraftLaw, PointMass, Proposal
+from spectoolkit.datatypes import PAD, Dense, DraftLaw, DraftNoise, PointMass, Proposal
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.draw import draw
 from spectoolkit.functional.ragged import append_rows, keep_last, pad_rows, put_rows, row_lengths, widen
@@ -60,6 +60,8 @@ class ModelDrafter:
     ratio: float | None = None
     constant: float | None = None
 
+    sampled_law: ClassVar[type[DraftLaw]] = Dense
+
     def __post_init__(self) -> None:
         given = [value for value in (self.ratio, self.constant) if value is not None]
         if len(given) != 1 or not given[0] >= 0:
@@ -70,11 +72,18 @@ class ModelDrafter:
 
     @property
     def laws(self) -> tuple[type[DraftLaw], ...]:
-        return (PointMass,) if self.is_argmax else (Dense,)
+        return (PointMass,) if self.is_argmax else (self.sampled_law,)
 
     @property
     def is_argmax(self) -> bool:
         return self.constant == 0 or self.ratio == 0
+
+    def sample(self, probs: Tensor, noise: DraftNoise, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Draft tokens [B] of q's rows `probs` [B, V] at draft position `index`, and what `sampled_law` keeps of them.
+
+        Each kept tensor [B, ...] is a field of the law, stacked over the positions.
+        """
+        return draw(probs, noise.uniforms[:, index]), (probs,)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> ModelDraftState:
         last_id = self.draft_model.vocab_size - 1
@@ -84,24 +93,26 @@ class ModelDrafter:
         return ModelDraftState(cache, num_committed - 1, num_committed, pending)
 
     def propose(
-        self, state: ModelDraftState, sampling: SamplingState, max_tokens: Tensor, uniforms: Tensor
+        self, state: ModelDraftState, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
     ) -> tuple[Proposal, ModelDraftState]:
         sampling = sampling.with_temperature(self._draft_temperature(sampling.temperature))
-        num_rows, num_draft_tokens = uniforms.shape
-        tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=uniforms.device)
+        num_rows, num_draft_tokens = noise.uniforms.shape
+        tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
         if num_draft_tokens == 0:
             return Proposal(tokens, max_tokens, PointMass()), state
         logits, cache = self._catch_up(state)
-        rows: list[Tensor] = []
+        kept: list[tuple[Tensor, ...]] = []
         for i in range(num_draft_tokens):
             if i > 0:
                 logits, cache = self.draft_model.score(cache, tokens[:, -1:])
             probs = sampling.probs(fit_vocabulary(logits, self.vocab_size), tokens, "draft")[:, 0]
-            tokens = torch.cat([tokens, draw(probs, uniforms[:, i])[:, None]], dim=1)
+            drawn, kept_of_row = self.sample(probs, noise, i)
+            tokens = torch.cat([tokens, drawn[:, None]], dim=1)
             if not self.is_argmax:
-                rows.append(probs)
+                kept.append(kept_of_row)
         beyond = torch.arange(num_draft_tokens, device=tokens.device) >= max_tokens[:, None]
-        law = PointMass() if self.is_argmax else Dense(torch.stack(rows, dim=1))
+        fields = (torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
+        law = PointMass() if self.is_argmax else self.sampled_law(*fields)
         num_cached = state.num_committed + num_draft_tokens - 1
         state = replace(state, cache=cache, num_cached=num_cached, pending=state.pending[:, :0])
         return Proposal(tokens.masked_fill(beyond, PAD), max_tokens, law), state

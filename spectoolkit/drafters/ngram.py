@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import DraftLaw, PointMass, Proposal
+from spectoolkit.datatypes import DraftLaw, DraftNoise, PointMass, Proposal
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.ragged import pad_rows
 from spectoolkit.sampling import SamplingState
@@ -60,11 +60,11 @@ class NGramDrafter:
         return histories
 
     def propose(
-        self, state: list[History], sampling: SamplingState, max_tokens: Tensor, uniforms: Tensor
+        self, state: list[History], sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
     ) -> tuple[Proposal, list[History]]:
         found = [self._lookup(history, limit) for history, limit in zip(state, max_tokens.tolist(), strict=True)]
-        lengths = torch.tensor([len(tokens) for tokens in found], device=uniforms.device)
-        return Proposal(pad_rows(found, uniforms.device), lengths, PointMass()), state
+        lengths = torch.tensor([len(tokens) for tokens in found], device=max_tokens.device)
+        return Proposal(pad_rows(found, max_tokens.device), lengths, PointMass()), state
 
     def commit(self, state: list[History], emitted: Tensor) -> list[History]:
         for history, tokens in zip(state, emitted.tolist(), strict=True):

@@ -25,6 +25,25 @@ def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return smaller.sum(-1, dtype=torch.float64)
 
 
+def coupled_overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """Probability [...] float64 that p and q give the same token with the same Gumbel noise, of rows [..., V].
+
+        sum_x 1 / sum_y max(p(y) / p(x), q(y) / q(x))  >=  (1 - TV) / (1 + TV)
+
+    (Daliri et al., arXiv 2408.07978). With the tokens in the order of q / p, the inner maximum is p(y) / p(x) up to x
+    and q(y) / q(x) behind it.
+    """
+    shared = min(target_probs.shape[-1], draft_probs.shape[-1])
+    p, q = target_probs.to(torch.float64), draft_probs.to(torch.float64)
+    p_beyond, q_beyond = p[..., shared:].sum(-1, keepdim=True), q[..., shared:].sum(-1, keepdim=True)
+    p, q = p[..., :shared], q[..., :shared]
+    order = (q / p).nan_to_num(0.0, torch.inf).argsort(-1)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    p_up_to, q_behind = p.cumsum(-1) + p_beyond, q.flip(-1).cumsum(-1).flip(-1) - q + q_beyond
+    agree = p * q / (q * p_up_to + p * q_behind)
+    return agree.nan_to_num(0.0).sum(-1)
+
+
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """Unnormalised law [..., V] of the token at a rejected position after a ratio test: (p - q)+.
 
@@ -59,6 +78,37 @@ def probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(tokens == index, found, 0)
 
 
+def sparse_probs_of(ids: Tensor, probs: Tensor, tokens: Tensor) -> Tensor:
+    """Probability [...] float64 of `tokens` [...] in sparse rows `ids`, `probs` [..., m]; 0 for other ids."""
+    return torch.where(ids == tokens[..., None], probs, 0).sum(-1, dtype=torch.float64)
+
+
+def sparse_row(ids: Tensor, probs: Tensor, vocab_size: int) -> Tensor:
+    """Sparse rows `ids`, `probs` [..., m] as [..., V]; ids behind the vocabulary are dropped."""
+    index = ids.clamp(0, vocab_size - 1)
+    row = probs.new_zeros(*probs.shape[:-1], vocab_size)
+    return row.scatter_add_(-1, index, torch.where(ids == index, probs, 0))
+
+
+def residual_mass(target_probs: Tensor, draft_probs: Tensor, scale: Tensor) -> Tensor:
+    """Sum [...] float64 over x of (s p(x) - q(x))+ for rows [..., V] and `scale` s [...]."""
+    vocab_size, draft_vocab_size = target_probs.shape[-1], draft_probs.shape[-1]
+    if draft_vocab_size < vocab_size:
+        draft_probs = pad(draft_probs, (0, vocab_size - draft_vocab_size))
+    scaled = target_probs * scale[..., None].to(target_probs.dtype)
+    return scaled.sub_(draft_probs[..., :vocab_size]).clamp_(min=0).sum(-1, dtype=torch.float64)
+
+
+def sparse_residual_mass(target_probs: Tensor, ids: Tensor, probs: Tensor, scale: Tensor) -> Tensor:
+    """As `residual_mass` for a sparse q, `ids` and `probs` [..., m]: s minus what the rows share, p being normalised.
+
+    A point mass is m = 1 with probability 1.
+    """
+    index = ids.clamp(0, target_probs.shape[-1] - 1)
+    found = torch.where(ids == index, target_probs.gather(-1, index), 0).to(torch.float64)
+    return (scale - torch.minimum(scale[..., None] * found, probs.to(torch.float64)).sum(-1)).clamp(min=0)
+
+
 def typical_threshold(target_probs: Tensor, epsilon: float, delta: float) -> Tensor:
     """Threshold [...] float64 of typical acceptance for rows [..., V]; H is the entropy in nats.
 
@@ -77,6 +127,18 @@ def prefix_length(accepted: Tensor, lengths: Tensor) -> Tensor:
     """Length [B] of the accepted prefix: leading True entries of `accepted` [B, K] among the first `lengths` [B]."""
     passed = accepted & is_drafted(lengths, accepted.shape[1])
     return passed.to(torch.int64).cumprod(-1).sum(-1)
+
+
+def matched_block(sampled: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept drafts that equal the target's own tokens `sampled` [B, K+1]: emit those up to the first difference.
+
+    Returns:
+        Accepted prefix [B], emitted block [B, K+1], and which of `tokens` [B, K] match [B, K].
+    """
+    matched = is_drafted(lengths, tokens.shape[1]) & (tokens == sampled[:, :-1])
+    num_accepted = prefix_length(matched, lengths)
+    position = torch.arange(sampled.shape[1], device=sampled.device)
+    return num_accepted, torch.where(position <= num_accepted[:, None], sampled, -1), matched
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spectoolkit.functional.noise import exponentials
+
 _CHUNK = 256
+
+_NUM_TOGETHER = {"cpu": 1 << 17}
+"""Numbers of shared noise made at once: what stays in a processor's cache, elsewhere what launches few kernels."""
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -34,6 +39,21 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     weights = probs.gather(-1, ids.clamp(max=vocab_size - 1)).to(torch.float64).masked_fill(ids >= vocab_size, 0)
     offset = _first_above(weights.cumsum(-1), goal - before.squeeze(-1), weights)
     return (chunk * width + offset).clamp(max=vocab_size - 1)
+
+
+def gumbel_max(probs: Tensor, keys: Tensor) -> Tensor:
+    """Token ids [...] int64 of `probs` [..., V] with the shared noise of `keys` [...] int64: the Gumbel-max trick.
+
+        id = argmax_x (log p(x) + G_x) = argmax_x p(x) / E_x,   E = exp(-G) standard exponentials
+
+    Two rows with the same key give the same id with probability `acceptance.coupled_overlap`, more the closer they are.
+    `probs` are weights >= 0; the id always has positive weight, and is the only such one of a one-hot row.
+    """
+    vocab_size = probs.shape[-1]
+    rows, row_keys = probs.reshape(-1, vocab_size), keys.reshape(-1)
+    num_rows = max(1, _NUM_TOGETHER.get(probs.device.type, 1 << 26) // vocab_size)
+    parts = zip(rows.split(num_rows), row_keys.split(num_rows), strict=True)
+    return torch.cat([(part / exponentials(key, vocab_size)).argmax(-1) for part, key in parts]).view(keys.shape)
 
 
 def _first_above(cumulated: Tensor, goal: Tensor, weights: Tensor) -> Tensor:

@@ -11,6 +11,9 @@ the words are absorbed one after the other from h = 0, then mixed once more:
     bits = mix(absorb(absorb(absorb(absorb(0, seed), request key), 4 * start + role), position))
     u    = (bits >> 11) / 2^53
 
+Noise that drafter and verifier share does not know the step: there the words are (seed, request key,
+4 * position + SHARED, token). Its key [B, N] after the third word stands for a number per token of the vocabulary.
+
 For fixed other words the bits are a bijection of each word, so keys that differ in one word never share their bits;
 keys that differ in more words collide with the chance of random 64-bit numbers. In the last word this is the SplitMix64
 stream that starts at `h`. Only int64 sums, products, shifts and bitwise operations are needed, and each number depends
@@ -32,6 +35,7 @@ class Role(IntEnum):
     DRAFT = 0
     ACCEPT = 1
     EMIT = 2
+    SHARED = 3
 
 
 def request_key(request_id: str) -> int:
@@ -57,6 +61,27 @@ def uniforms(seeds: Tensor, request_keys: Tensor, starts: Tensor, num_positions:
     positions = starts[:, None] + torch.arange(num_positions, device=starts.device)
     bits = _mix(_absorb(state[:, None], positions))
     return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def position_keys(seeds: Tensor, request_keys: Tensor, starts: Tensor, num_positions: int) -> Tensor:
+    """Keys [B, N] int64 of the shared noise at the positions `starts[b] + j` of row b, for `exponentials`.
+
+    Unlike `uniforms` they do not depend on the start but through the position: who draws again at a position meets the
+    same noise. That is right only where the emitted token is the same function of it whatever was drafted.
+    """
+    state = _absorb(_absorb(torch.zeros_like(seeds), seeds), request_keys)
+    positions = starts[:, None] + torch.arange(num_positions, device=starts.device)
+    return _absorb(state[:, None], 4 * positions + int(Role.SHARED))
+
+
+def exponentials(keys: Tensor, vocab_size: int) -> Tensor:
+    """Standard exponentials E [..., V] float64 > 0, one per token, of `keys` [...]; G = -log E is Gumbel noise.
+
+    E = -log((w + 1/2) / 2^52),   w the leading 52 bits of the construction above
+    """
+    tokens = torch.arange(vocab_size, device=keys.device)
+    leading = _shift_right(_mix(_absorb(keys[..., None], tokens)), 12).to(torch.float64)
+    return leading.add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
 def _signed(word: int) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import PAD, Dense, PointMass, Proposal, Uniforms, Verdict
-from spectoolkit.functional.acceptance import is_drafted, prefix_length
+from spectoolkit.datatypes import Dense, PointMass, Proposal, SharedNoise, TopM, Uniforms, Verdict
+from spectoolkit.functional.acceptance import matched_block
 from spectoolkit.functional.draw import draw
 
 
@@ -23,20 +22,14 @@ class Match:
 
     Reference: the strict sample-and-compare verification of serving systems; no paper claims it. At temperature 0 it is
     the exact match of Stern et al., arXiv 1811.03115, section 3.
-    Laws: PointMass, Dense (ignored). Lossless. `judged_alone` is x_i = y_i at each position.
+    Laws: all (ignored). Lossless. `judged_alone` is x_i = y_i at each position.
 
     Noise: y_j is drawn with `emit[:, j]`; `accept` is not used.
     """
 
-    laws = (PointMass, Dense)
+    laws = (PointMass, Dense, TopM, SharedNoise)
     is_lossless = True
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`."""
-        tokens, lengths = proposal.tokens, proposal.lengths
-        sampled = draw(target_probs, uniforms.emit)
-        matched = is_drafted(lengths, tokens.shape[1]) & (tokens == sampled[:, :-1])
-        num_accepted = prefix_length(matched, lengths)
-        position = torch.arange(sampled.shape[1], device=sampled.device)
-        emitted = torch.where(position <= num_accepted[:, None], sampled, PAD)
-        return Verdict(num_accepted, emitted, judged_alone=matched)
+        return Verdict(*matched_block(draw(target_probs, uniforms.emit), proposal.tokens, proposal.lengths))

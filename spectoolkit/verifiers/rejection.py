@@ -7,18 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import Dense, PointMass, Proposal, Uniforms, Verdict
-from spectoolkit.errors import ContractError
-from spectoolkit.functional.acceptance import (
-    emitted_block,
-    is_drafted,
-    point_mass_residual,
-    prefix_length,
-    probs_of,
-    residual,
-    take,
-)
+from spectoolkit.datatypes import Proposal, Uniforms, Verdict
+from spectoolkit.functional.acceptance import emitted_block, is_drafted, prefix_length, probs_of, take
 from spectoolkit.functional.draw import draw
+from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, residual_at
 
 
 @dataclass(frozen=True)
@@ -34,12 +26,12 @@ class Rejection:
 
     Reference: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2. We compare
     u * q(x) < p(x) in float64, which is the same test without a division: u = 0 does not accept p(x) = 0.
-    Laws: PointMass, Dense. Lossless. `judged_alone` is the test of each position on its own.
+    Laws: PointMass, Dense, TopM. Lossless. `judged_alone` is the test of each position on its own.
 
     Noise: u_i is `accept[:, i]`; the token at position n is drawn with `emit[:, n]`.
     """
 
-    laws = (PointMass, Dense)
+    laws = KNOWN_LAWS
     is_lossless = True
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
@@ -50,40 +42,11 @@ class Rejection:
         """
         tokens, lengths = proposal.tokens, proposal.lengths
         drafted = is_drafted(lengths, tokens.shape[1])
-        draft_prob = self._draft_prob(proposal)
-        if ((draft_prob <= 0) | draft_prob.isnan()).logical_and_(drafted).any():
-            raise ContractError(
-                "proposal: expected tokens drawn from the law it reports, got a drafted token of probability 0 under it"
-            )
-        accepted = drafted & (uniforms.accept * draft_prob < probs_of(target_probs[:, :-1], tokens))
+        accepted = drafted & (uniforms.accept * draft_prob(proposal) < probs_of(target_probs[:, :-1], tokens))
         num_accepted = prefix_length(accepted, lengths)
 
         target_row = take(target_probs, num_accepted)
         is_bonus = (num_accepted == lengths)[:, None]
-        weights = torch.where(is_bonus, target_row, self._residual(target_row, proposal, num_accepted))
+        weights = torch.where(is_bonus, target_row, residual_at(target_row, proposal, num_accepted))
         last = draw(weights, take(uniforms.emit, num_accepted))
         return Verdict(num_accepted, emitted_block(tokens, num_accepted, last), judged_alone=accepted)
-
-    @staticmethod
-    def _draft_prob(proposal: Proposal) -> Tensor:
-        """q_i(x_i) [B, K]."""
-        match proposal.law:
-            case PointMass():
-                return (proposal.tokens >= 0).to(torch.float64)
-            case Dense(probs):
-                return probs_of(probs, proposal.tokens)
-            case law:
-                raise ContractError(f"proposal.law: rejection judges PointMass and Dense, got {type(law).__name__}")
-
-    @staticmethod
-    def _residual(target_row: Tensor, proposal: Proposal, position: Tensor) -> Tensor:
-        """Law [B, V] of the recovered token at `position` [B]; any row where the position is behind the proposal."""
-        num_draft_tokens = proposal.tokens.shape[1]
-        if num_draft_tokens == 0:
-            return target_row
-        position = position.clamp(max=num_draft_tokens - 1)
-        match proposal.law:
-            case Dense(probs):
-                return residual(target_row, take(probs, position))
-            case PointMass():
-                return point_mass_residual(target_row, take(proposal.tokens, position))

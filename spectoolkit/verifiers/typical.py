@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import PAD, Dense, PointMass, Proposal, Uniforms, Verdict
+from spectoolkit.datatypes import PAD, Dense, PointMass, Proposal, SharedNoise, TopM, Uniforms, Verdict
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import (
     TYPICAL_TOLERANCE,
@@ -43,7 +43,7 @@ class Typical:
     Reference: Cai et al. (Medusa), arXiv 2401.10774, section 3, typical acceptance. We deviate as serving systems do:
     every draft is tested, where Medusa takes the first token of a step greedily and unconditionally, and the bonus
     token is the target's ordinary sample also when recovered tokens are the argmax.
-    Laws: PointMass, Dense (ignored). Not lossless. `judged_alone` is the test of each position on its own.
+    Laws: all (ignored). Not lossless. `judged_alone` is the test of each position on its own.
 
     Noise: the token at position n is drawn with `emit[:, n]`; `accept` is not used.
 
@@ -55,7 +55,7 @@ class Typical:
     delta: float = 0.3
     recovery: Recovery = "sample"
 
-    laws = (PointMass, Dense)
+    laws = (PointMass, Dense, TopM, SharedNoise)
     is_lossless = False
 
     def __post_init__(self) -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from hydra.utils import get_object
 
 from spectoolkit import config
+from spectoolkit.drafters import ModelDrafter
 from spectoolkit.errors import UsageError
 
 CONFIGS = config.config_folder()
@@ -50,12 +52,26 @@ def test_every_option_is_accepted(option, prompt_file):
     assert cell.settings[f"{group}.name"] == name
 
 
+def laws_of(group: str, option: str) -> set[type]:
+    node = yaml.safe_load((CONFIGS / group / f"{option}.yaml").read_text())
+    made = get_object(node.pop("_target_"))
+    if group == "verifier":
+        return set(made.laws)
+    needed = {"draft_model": None, "vocab_size": 0} if issubclass(made, ModelDrafter) else {}
+    given = dict(need.removeprefix("drafter.").split("=") for need in NEEDS.get(f"{group}={option}", []))
+    return set(made(**node | needed | {key: yaml.safe_load(value) for key, value in given.items()}).laws)
+
+
 @pytest.mark.parametrize("drafter", options("drafter"))
 @pytest.mark.parametrize("verifier", options("verifier"))
-def test_every_pair_runs(drafter, verifier, tmp_path):
+def test_every_pair_whose_laws_fit_runs_and_the_others_are_refused(drafter, verifier, tmp_path):
     overrides = [*TOY, f"drafter={drafter}", f"verifier={verifier}", f"folder={tmp_path}"]
-    shown = config.plan([*overrides, *NEEDS.get(f"drafter={drafter}", [])]).run()
-    assert "acceptance length" in shown
+    overrides += NEEDS.get(f"drafter={drafter}", [])
+    if laws_of("drafter", drafter) <= laws_of("verifier", verifier):
+        assert "acceptance length" in config.plan(overrides).run()
+    else:
+        with pytest.raises(UsageError, match="the verifier judges drafts of the laws"):
+            config.plan(overrides)
 
 
 @pytest.mark.parametrize("experiment", options("experiment"))
@@ -138,6 +154,9 @@ def test_a_cell_is_known_by_what_can_change_its_numbers():
         (["+drafter.draft_model=x"], "unknown draft_model"),
         (["drafter.ratio=high"], "ratio: expected float | None, got 'high'"),
         (["drafter=temperature"], "exactly one of ratio and constant"),
+        (["drafter=top_m", "drafter.keep=0"], r"drafter\.keep: expected an integer >= 1, got 0"),
+        (["drafter=top_m", "drafter.keep=2.5"], r"keep: expected int, got 2\.5"),
+        (["drafter=coupled"], r"CoupledDrafter with Rejection: .*'TopM'.*'SharedNoise'"),
         (["+zz=1"], "unknown settings: zz"),
         (["target=hf"], r"no value for model; say target\.model=\.\.\."),
         (["draft_model=layer_skip"], r"no value for skipped_layers; say draft_model\.skipped_layers"),

@@ -1,6 +1,7 @@
 """The loop on the tabular toy: lossless where it is claimed, independent of the batch, ends where it should."""
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 
@@ -8,15 +9,18 @@ import pytest
 import torch
 from scipy import stats
 
-from spectoolkit.datatypes import PointMass, Request, SamplingParams
-from spectoolkit.drafters import ModelDrafter, NGramDrafter
+from spectoolkit.datatypes import DraftNoise, PointMass, Request, SamplingParams, TopM
+from spectoolkit.decode import check_pair
+from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, TopMDrafter
 from spectoolkit.errors import InvalidLogitsError, UsageError
+from spectoolkit.functional.acceptance import coupled_overlap
+from spectoolkit.functional.draw import draw
+from spectoolkit.models.layer_skip import skip_layers
 from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.sampling import SamplingState
-from spectoolkit.verifiers import Match, Rejection, Typical
-from tests.helpers.toys import LOSSLESS, VERIFIERS, drafters, outcome, requests, run, toy_pair
-
-DRAFTERS = ("argmax", "same_temperature", "temperature", "ngram")
+from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.toys import DRAFTERS, LOSSLESS, VERIFIERS, drafters, outcome, pairs, requests, run, toy_pair
 
 
 def plain(target, request: Request) -> list[int]:
@@ -33,8 +37,7 @@ def plain(target, request: Request) -> list[int]:
     return output
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("verifier", sorted(LOSSLESS))
+@pytest.mark.parametrize(("drafter", "verifier"), pairs(LOSSLESS))
 def test_greedy_equals_plain_decoding(drafter, verifier):
     target, draft = toy_pair()
     asked = requests(9, params=[SamplingParams(temperature=0.0)])
@@ -42,8 +45,7 @@ def test_greedy_equals_plain_decoding(drafter, verifier):
     assert {r.id: list(done[r.id].tokens) for r in asked} == {r.id: plain(target, r) for r in asked}
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("verifier", sorted(LOSSLESS))
+@pytest.mark.parametrize(("drafter", "verifier"), pairs(LOSSLESS))
 def test_greedy_with_penalties_sees_the_right_history_at_every_draft_position(drafter, verifier):
     target, draft = toy_pair()
     params = [
@@ -62,18 +64,27 @@ def test_greedy_with_penalties_sees_the_right_history_at_every_draft_position(dr
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 5, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-def test_self_draft_is_always_accepted(num_draft_tokens, temperature):
+@pytest.mark.parametrize(
+    ("make", "verifier"),
+    [
+        (ModelDrafter, Rejection()),
+        (ModelDrafter, Block()),
+        (CoupledDrafter, Coupled()),
+        (functools.partial(TopMDrafter, keep=5), Rejection()),
+        (functools.partial(TopMDrafter, keep=5), Block()),
+    ],
+)
+def test_self_draft_is_always_accepted(num_draft_tokens, temperature, make, verifier):
     target, _ = toy_pair()
-    drafter = ModelDrafter(target, 5, ratio=1.0)
+    drafter = make(target, 5, ratio=1.0)
     full_steps = 4
     asked = requests(6, params=[SamplingParams(temperature=temperature, top_p=0.9)])
     asked = [dataclasses.replace(r, max_new_tokens=full_steps * (num_draft_tokens + 1)) for r in asked]
-    for completion in run(target, drafter, Rejection(), asked, num_draft_tokens).values():
+    for completion in run(target, drafter, verifier, asked, num_draft_tokens).values():
         assert [s.emitted for s in completion.steps] == [num_draft_tokens + 1] * full_steps
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("verifier", sorted(VERIFIERS))
+@pytest.mark.parametrize(("drafter", "verifier"), pairs(VERIFIERS))
 def test_a_request_alone_equals_the_request_in_any_batch(drafter, verifier):
     target, draft = toy_pair()
     asked = requests(10)
@@ -116,12 +127,12 @@ def test_rows_come_and_go_and_nothing_is_prefilled_twice():
     assert Counting.widest == 4
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_never_more_than_max_new_tokens(drafter):
+@pytest.mark.parametrize(("drafter", "verifier"), pairs(VERIFIERS))
+def test_never_more_than_max_new_tokens(drafter, verifier):
     target, draft = toy_pair()
     for limit in (1, 2, 3, 7):
         asked = [dataclasses.replace(r, max_new_tokens=limit) for r in requests(5)]
-        for completion in run(target, drafters(draft, 5)[drafter], Rejection(), asked, 5).values():
+        for completion in run(target, drafters(draft, 5)[drafter], VERIFIERS[verifier], asked, 5).values():
             assert len(completion.tokens) == limit
             assert completion.finish_reason == "length"
             assert all(s.drafted <= limit - s.start - 1 for s in completion.steps)
@@ -155,8 +166,8 @@ def test_the_last_token_of_a_fully_accepted_block_reaches_the_draft_model():
     seen = []
 
     class Checking(ModelDrafter):
-        def propose(self, state, sampling, max_tokens, uniforms):
-            proposal, state = super().propose(state, sampling, max_tokens, uniforms)
+        def propose(self, state, sampling, max_tokens, noise):
+            proposal, state = super().propose(state, sampling, max_tokens, noise)
             seen.append((sampling, proposal))
             return proposal, state
 
@@ -249,8 +260,7 @@ def p_value(drafter, verifier, params, num=6000) -> float:
 PARAMS = SamplingParams(temperature=0.9, top_p=0.97, min_p=0.02)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("verifier", sorted(LOSSLESS))
+@pytest.mark.parametrize(("drafter", "verifier"), pairs(LOSSLESS))
 def test_sampled_output_has_the_targets_law(drafter, verifier):
     """False alarm 1e-9 per case; the next test shows what the same test detects."""
     assert p_value(drafter, LOSSLESS[verifier], PARAMS) > 1e-9
@@ -295,6 +305,21 @@ def test_a_pair_that_does_not_fit_is_refused():
         run(target, ModelDrafter(draft, 5, ratio=1.0), OnlyPointMass(), requests(1))
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("verifier", sorted(VERIFIERS))
+def test_exactly_the_pairs_whose_laws_fit_are_accepted(drafter, verifier):
+    made = drafters(None, 5)[drafter]
+    if (drafter, verifier) in pairs(VERIFIERS):
+        check_pair(made, VERIFIERS[verifier])
+    else:
+        with pytest.raises(UsageError, match=rf"{type(made).__name__} with {type(VERIFIERS[verifier]).__name__}"):
+            check_pair(made, VERIFIERS[verifier])
+
+
+def test_rules_that_need_the_draft_law_refuse_shared_noise():
+    assert {v for d, v in pairs(VERIFIERS) if d == "coupled"} == {"coupled", "match", "typical"}
+
+
 @pytest.mark.parametrize(
     "parameters", [{}, {"ratio": 1.0, "constant": 0.5}, {"ratio": -0.1}, {"constant": float("nan")}]
 )
@@ -303,14 +328,15 @@ def test_draft_temperature_is_given_once(parameters):
         ModelDrafter(None, 5, **parameters)
 
 
+@pytest.mark.parametrize("make", [ModelDrafter, TopMDrafter, CoupledDrafter])
 @pytest.mark.parametrize("parameters", [{"constant": 0.0}, {"ratio": 0.0}, {"constant": 0}])
-def test_a_draft_temperature_of_zero_is_a_point_mass(parameters):
+def test_a_draft_temperature_of_zero_is_a_point_mass(parameters, make):
     _, draft = toy_pair()
-    drafter = ModelDrafter(draft, 5, **parameters)
+    drafter = make(draft, 5, **parameters)
     assert drafter.laws == (PointMass,)
     assert isinstance(drafter.start([(1,)]).pending, torch.Tensor)
     state = SamplingState.of(["a", "b"], [SamplingParams()] * 2, [(1,), (2,)], [[], []], 5)
-    noise = torch.tensor([[0.1, 0.9], [0.99, 0.5]], dtype=torch.float64)
+    noise = DraftNoise(torch.tensor([[0.1, 0.9], [0.99, 0.5]], dtype=torch.float64), torch.tensor([[1, 2], [3, 4]]))
     proposal, _ = drafter.propose(drafter.start([(1,), (2,)]), state, torch.tensor([2, 2]), noise)
     assert isinstance(proposal.law, PointMass)
     assert proposal.law.bytes_per_token(5) == 0
@@ -324,6 +350,92 @@ def test_the_draft_row_is_the_softmax_at_the_draft_temperature_and_not_at_its_sq
     logits, _ = draft.score(draft.prefill([[]]), torch.tensor([[1]]))
     for parameters, temperature in (({"ratio": 1.0}, 0.7), ({"ratio": 0.5}, 0.35), ({"constant": 1.2}, 1.2)):
         drafter = ModelDrafter(draft, 5, **parameters)
-        noise = torch.zeros(1, 1, dtype=torch.float64)
+        noise = DraftNoise(torch.zeros(1, 1, dtype=torch.float64))
         proposal, _ = drafter.propose(drafter.start([(1,)]), state, torch.tensor([1]), noise)
         torch.testing.assert_close(proposal.law.probs[0, 0], (logits[0, 0] / temperature).softmax(-1))
+
+
+@pytest.mark.parametrize(("keep", "temperature"), [(1, 0.9), (2, 0.9), (5, 0.9), (99, 0.9), (2, 0.0), (3, 1.3)])
+def test_a_draft_row_of_top_m_is_the_row_cut_to_its_most_probable_tokens(keep, temperature):
+    _, draft = toy_pair()
+    state = SamplingState.of(["a"], [SamplingParams(temperature=temperature, top_k=4)], [(1,)], [[]], 5)
+    logits, _ = draft.score(draft.prefill([[]]), torch.tensor([[1]]))
+    row = state.probs(logits, torch.empty(1, 0, dtype=torch.int64), "draft")[0, 0]
+    cut = torch.where(row >= row.sort(descending=True).values[min(keep, 5) - 1], row, 0)
+    drafter = TopMDrafter(draft, 5, ratio=1.0, keep=keep)
+    assert drafter.laws == (TopM,)
+    for number in (0.0, 0.3, 0.6, 0.99):
+        noise = DraftNoise(torch.tensor([[number]], dtype=torch.float64))
+        proposal, _ = drafter.propose(drafter.start([(1,)]), state, torch.tensor([1]), noise)
+        assert isinstance(proposal.law, TopM)
+        assert proposal.law.bytes_per_token(5) == 6 * min(keep, 5)
+        kept = torch.zeros(5, dtype=torch.float64).scatter(0, proposal.law.ids[0, 0], proposal.law.probs[0, 0])
+        torch.testing.assert_close(kept, cut / cut.sum(), rtol=0, atol=1e-15)
+        assert proposal.tokens[0, 0] == draw(cut, noise.uniforms[0, 0])
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_top_m_keeps_at_least_one_token(keep):
+    with pytest.raises(UsageError, match=r"drafter\.keep: expected an integer >= 1"):
+        TopMDrafter(None, 5, ratio=1.0, keep=keep)
+
+
+# The coupled pair
+
+
+def texts(target, drafter, asked, num_draft_tokens, verifier=None) -> dict:
+    done = run(target, drafter, verifier or Coupled(), asked, num_draft_tokens)
+    return {key: one.tokens for key, one in done.items()}
+
+
+@pytest.mark.parametrize("num_draft_tokens", range(1, 9))
+def test_coupled_output_is_the_same_for_every_drafter(num_draft_tokens):
+    """Draft models, draft temperatures, block lengths, and drafters that share no noise: not one token changes."""
+    target, draft = toy_pair()
+    params = [
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.3, top_p=0.9),
+    ]
+    asked = requests(9, max_new_tokens=24, params=params)
+    expected = texts(target, NGramDrafter(), asked, 1)
+    others = [CoupledDrafter(random_tabular(5, 1, seed=9), 5, **p) for p in ({"constant": 2.0}, {"ratio": 1.0})]
+    coupled = [CoupledDrafter(draft, 5, **p) for p in ({"ratio": 0.5}, {"ratio": 1.0}, {"constant": 1.5}, {"ratio": 0})]
+    for drafter in (*drafters(draft, 5).values(), *others, *coupled, CoupledDrafter(target, 5, ratio=1.0)):
+        assert texts(target, drafter, asked, num_draft_tokens) == expected
+    assert len(set(expected.values())) == 9
+
+
+def test_the_output_of_other_rules_does_depend_on_the_drafter():
+    target, draft = toy_pair()
+    asked = requests(9, max_new_tokens=24)
+    for verifier in (Rejection(), Block(), Match()):
+        few, many = (texts(target, ModelDrafter(draft, 5, ratio=1.0), asked, k, verifier) for k in (1, 4))
+        assert few != many
+
+
+def test_coupled_output_of_a_transformer_is_the_same_for_every_drafter():
+    target = tiny_model("llama")
+    params = [SamplingParams(temperature=0.8), SamplingParams(temperature=0.0), SamplingParams(top_k=7)]
+    asked = requests(6, max_new_tokens=16, vocab_size=40, params=params)
+    expected = texts(target, NGramDrafter(), asked, 1)
+    models = [skip_layers(target, [1]), tiny_model("llama", seed=1), tiny_model("gpt2", seed=2)]
+    for (model, temperature), k in zip(itertools.product(models, (0.0, 0.6, 1.0, 1.7)), itertools.cycle(range(1, 9))):
+        drafter = CoupledDrafter(model, 40, constant=temperature)
+        assert texts(target, drafter, asked, k) == expected
+    assert len(set(expected.values())) == 6
+
+
+def test_shared_noise_raises_acceptance_to_the_formula():
+    """p and q do not depend on the context, so every draft is accepted with probability `coupled_overlap`."""
+    p, q = (torch.tensor(row, dtype=torch.float64) for row in ([0.4, 0.3, 0.2, 0.1], [0.2, 0.2, 0.3, 0.3]))
+    target, draft = TabularModel(p.expand(4, 4)), TabularModel(q.expand(4, 4))
+    asked = requests(300, vocab_size=4, max_new_tokens=20, params=[SamplingParams()])
+    rates = {CoupledDrafter: coupled_overlap(p, q).item(), ModelDrafter: (p * q).sum().item()}
+    for make, rate in rates.items():
+        done = run(target, make(draft, 4, ratio=1.0), Coupled(), asked, 1, 100)
+        steps = [s for one in done.values() for s in one.steps if s.drafted]
+        accepted = sum(s.accepted for s in steps)
+        assert stats.binomtest(accepted, len(steps), rate).pvalue > 1e-9
+        wrong = rates[ModelDrafter] if make is CoupledDrafter else rates[CoupledDrafter]
+        assert stats.binomtest(accepted, len(steps), wrong).pvalue < 1e-9

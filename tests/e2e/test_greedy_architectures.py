@@ -8,7 +8,7 @@ import torch
 from spectoolkit.datatypes import Request, SamplingParams
 from spectoolkit.drafters import ModelDrafter, NGramDrafter
 from spectoolkit.models.layer_skip import skip_layers
-from spectoolkit.verifiers import Match, Rejection
+from spectoolkit.verifiers import Block, Coupled, Match, Rejection
 from tests.helpers.tiny_models import FAMILIES, tiny_model
 from tests.helpers.toys import outcome, run
 
@@ -42,7 +42,7 @@ def test_greedy_equals_generate(family):
     ]
     for name, make in FACTORY.items():
         drafter = make(target)
-        for verifier in (Rejection(), Match()):
+        for verifier in (Rejection(), Block(), Match(), Coupled()):
             done = run(target, drafter, verifier, asked, num_draft_tokens=3, batch_size=4)
             assert [done[r.id].tokens for r in asked] == expected, (name, type(verifier).__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import Dense, PointMass, Proposal, Uniforms
+from spectoolkit.datatypes import Dense, DraftLaw, PointMass, Proposal, TopM, Uniforms
 from spectoolkit.interfaces import Verifier
 
 Table = Sequence[Tensor]
@@ -22,6 +22,29 @@ Table = Sequence[Tensor]
 
 Cuts = Callable[[Tensor, Tensor, int], Tensor]
 """Target row p, reported draft row q (one-hot of x for a point mass) and drafted token x -> cut points of a uniform."""
+
+
+Cells = Callable[[Tensor, Tensor, Sequence[int]], list[Tensor]]
+"""Target rows [K+1, V], reported rows [K, V] and drafts of a step -> edges of the cells along each uniform."""
+
+Law = Callable[[Tensor], DraftLaw]
+"""Reported rows [N, K, V] -> the draft law that says the same."""
+
+
+def top_m_law(num_kept: int) -> Law:
+    """Rows with at most `num_kept` positive entries, as ids and probabilities."""
+
+    def law(rows: Tensor) -> TopM:
+        probs, ids = rows.topk(num_kept, dim=-1)
+        return TopM(ids, probs)
+
+    return law
+
+
+def cut_table(table: Table, num_kept: int) -> list[Tensor]:
+    """The model whose rows are cut to their most probable tokens and renormalised."""
+    cut = [rows.masked_fill(rows < rows.topk(num_kept, dim=-1).values[..., -1:], 0) for rows in table]
+    return [rows / rows.sum(-1, keepdim=True) for rows in cut]
 
 
 def random_table(seed: int, vocab_size: int, num_positions: int, sharpness: float = 1.5) -> list[Tensor]:
@@ -107,12 +130,20 @@ def emission(
     verifier: Verifier,
     accept_cuts: Cuts = ratio_cuts,
     emit_cuts: Cuts | None = None,
+    cells: Cells | None = None,
+    law_of_rows: Law = Dense,
 ) -> Emission:
     """What `verifier` emits when drafts are drawn from one model and reported as another (None: as point masses).
 
-    K is the number of positions of `drawn_from`; `target` has one more.
+    K is the number of positions of `drawn_from`; `target` has one more. `cells` replaces the cuts by position for rules
+    whose cells depend on the whole step; `law_of_rows` is how the reported rows are handed to the rule.
     """
     emit_cuts = emit_cuts or cumulated(target_weights, residual_weights)
+
+    def by_position(target_rows: Tensor, draft_rows: Tensor, drafts: Sequence[int]) -> list[Tensor]:
+        return cells_of(target_rows, draft_rows, drafts, accept_cuts, emit_cuts)
+
+    edges_of = cells or by_position
     num_draft_tokens, vocab_size = len(drawn_from), target[0].shape[-1]
     law = torch.zeros((vocab_size,) * (num_draft_tokens + 1), dtype=torch.float64)
     reaches = torch.zeros(num_draft_tokens, dtype=torch.float64)
@@ -121,10 +152,11 @@ def emission(
         if weight == 0:
             continue
         target_rows, draft_rows = rows_along(target, reported, drafts)
-        cells = cells_of(target_rows, draft_rows, drafts, accept_cuts, emit_cuts)
-        middles = torch.cartesian_prod(*[(edges[1:] + edges[:-1]) / 2 for edges in cells])
-        volumes = torch.cartesian_prod(*[edges.diff() for edges in cells]).prod(-1) * weight
-        emitted, num_accepted = judge(verifier, target_rows, None if reported is None else draft_rows, drafts, middles)
+        step_edges = edges_of(target_rows, draft_rows, drafts)
+        middles = torch.cartesian_prod(*[(edges[1:] + edges[:-1]) / 2 for edges in step_edges])
+        volumes = torch.cartesian_prod(*[edges.diff() for edges in step_edges]).prod(-1) * weight
+        reported_rows = None if reported is None else draft_rows
+        emitted, num_accepted = judge(verifier, target_rows, reported_rows, drafts, middles, law_of_rows)
         reaches += torch.stack([volumes[num_accepted > i].sum() for i in range(num_draft_tokens)])
         # Blocks as numbers in base V + 1 (padding is digit 0), so that equal ones are summed in one pass.
         places = (vocab_size + 1) ** torch.arange(num_draft_tokens + 1)
@@ -148,14 +180,19 @@ def rows_along(target: Table, reported: Table | None, drafts: Sequence[int]) -> 
 
 
 def judge(
-    verifier: Verifier, target_rows: Tensor, draft_rows: Tensor | None, drafts: Sequence[int], numbers: Tensor
+    verifier: Verifier,
+    target_rows: Tensor,
+    draft_rows: Tensor | None,
+    drafts: Sequence[int],
+    numbers: Tensor,
+    law_of_rows: Law = Dense,
 ) -> tuple[Tensor, Tensor]:
     """Emitted blocks [N, K+1] and accepted prefixes [N] for `numbers` [N, 2K+1]: K accept, then K+1 emit uniforms."""
     size, num_draft_tokens = len(numbers), len(drafts)
     proposal = Proposal(
         tokens=torch.tensor(drafts).expand(size, -1),
         lengths=torch.full((size,), num_draft_tokens),
-        law=PointMass() if draft_rows is None else Dense(draft_rows.expand(size, -1, -1)),
+        law=PointMass() if draft_rows is None else law_of_rows(draft_rows.expand(size, -1, -1)),
     )
     uniforms = Uniforms(accept=numbers[:, :num_draft_tokens], emit=numbers[:, num_draft_tokens:])
     verdict = verifier.verify(target_rows.expand(size, -1, -1), proposal, uniforms)
@@ -171,4 +208,38 @@ def cells_of(
     cuts = [accept_cuts(*here) for here in along]
     cuts += [emit_cuts(*here) for here in along]
     cuts.append(emit_cuts(bonus_row, torch.zeros_like(bonus_row), 0))
-    return [torch.cat([c.new_tensor([0, 1]), c[(c > 0) & (c < 1)]]).unique() for c in cuts]
+    return [_edges(c) for c in cuts]
+
+
+def _edges(cuts: Tensor) -> Tensor:
+    return torch.cat([cuts.new_tensor([0, 1]), cuts[(cuts > 0) & (cuts < 1)]]).unique()
+
+
+def joint_ratios(target_rows: Tensor, draft_rows: Tensor, drafts: Sequence[int]) -> list[float]:
+    """pi_0 .. pi_K of block verification, in plain numbers."""
+    joint = [1.0]
+    for target_row, draft_row, token in zip(target_rows, draft_rows, drafts, strict=False):
+        joint.append(min(1.0, joint[-1] * float(target_row[token]) / float(draft_row[token])))
+    return joint
+
+
+def block_cells(target_rows: Tensor, draft_rows: Tensor, drafts: Sequence[int]) -> list[Tensor]:
+    """For block verification: the threshold of each prefix, and draws from p and from every scaled residual."""
+    joint, size = joint_ratios(target_rows, draft_rows, drafts), len(drafts)
+    left = [(joint[i] * target_rows[i] - draft_rows[i]).clamp(min=0) for i in range(size)]
+    missing = [float(row.sum()) for row in left]
+    thresholds = [missing[i] / (missing[i] + 1 - joint[i]) if joint[i] < 1 else 1.0 for i in range(1, size)]
+    accept = [target_rows.new_tensor([threshold]) for threshold in [*thresholds, joint[size]]]
+    rows_by_position = zip(target_rows[:size], left, strict=True)
+    emit = [torch.cat([row.cumsum(0) / row.sum() for row in rows if row.sum() > 0]) for rows in rows_by_position]
+    return [_edges(cuts) for cuts in (*accept, *emit, target_rows[-1].cumsum(0))]
+
+
+def accept_cells(target_rows: Tensor, draft_rows: Tensor, drafts: Sequence[int]) -> list[Tensor]:
+    """For the accepted counts of rejection and block verification alone: emitted tokens are not resolved."""
+    size = len(drafts)
+    ratios = cells_of(target_rows, draft_rows, drafts, ratio_cuts, no_cuts)[:size]
+    both = [
+        torch.cat(pair).unique() for pair in zip(ratios, block_cells(target_rows, draft_rows, drafts), strict=False)
+    ]
+    return [*both, *[target_rows.new_tensor([0, 1])] * (size + 1)]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from spectoolkit.datatypes import Completion, Request, SamplingParams
 from spectoolkit.decode import decode
-from spectoolkit.drafters import ModelDrafter, NGramDrafter
+from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, TopMDrafter
 from spectoolkit.models.tabular import TabularModel, blend_tabular, random_tabular
-from spectoolkit.verifiers import Match, Rejection, Typical
+from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
 
-VERIFIERS = {"rejection": Rejection(), "match": Match(), "typical": Typical()}
+VERIFIERS = {
+    "rejection": Rejection(),
+    "block": Block(),
+    "match": Match(),
+    "coupled": Coupled(),
+    "typical": Typical(),
+}
 LOSSLESS = {name: verifier for name, verifier in VERIFIERS.items() if verifier.is_lossless}
 
 
@@ -22,8 +28,19 @@ def drafters(draft, vocab_size: int) -> dict:
         "argmax": ModelDrafter(draft, vocab_size, constant=0.0),
         "same_temperature": ModelDrafter(draft, vocab_size, ratio=1.0),
         "temperature": ModelDrafter(draft, vocab_size, ratio=0.6),
+        "top_m": TopMDrafter(draft, vocab_size, ratio=1.0, keep=2),
+        "coupled": CoupledDrafter(draft, vocab_size, ratio=1.0),
         "ngram": NGramDrafter(max_ngram=3, min_ngram=1),
     }
+
+
+DRAFTERS = tuple(drafters(None, 2))
+
+
+def pairs(verifiers: dict) -> list[tuple[str, str]]:
+    """Names of the drafters and `verifiers` that fit by their laws."""
+    laws = {name: drafter.laws for name, drafter in drafters(None, 2).items()}
+    return [(d, v) for d in DRAFTERS for v in sorted(verifiers) if set(laws[d]) <= set(verifiers[v].laws)]
 
 
 def requests(num: int, max_new_tokens: int = 12, vocab_size: int = 5, **options) -> list[Request]:

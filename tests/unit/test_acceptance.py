@@ -18,6 +18,65 @@ def test_overlap_is_one_minus_the_total_variation() -> None:
     assert acceptance.overlap(P.float(), Q.float()).dtype == torch.float64
 
 
+def test_coupled_overlap_is_the_double_sum_and_keeps_its_bound() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in range(1, 8):
+        p, q = torch.softmax(2 * torch.randn(2, 50, size, generator=generator, dtype=torch.float64), -1)
+        for row in range(0, 50, 5):
+            p[row, : row % size], q[row, : (row + 2) % size] = 0, 0
+        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+        found = acceptance.coupled_overlap(p, q)
+        for row in range(50):
+            ratios = [
+                sum(max(float(p[row, y] / p[row, x]), float(q[row, y] / q[row, x])) for y in range(size))
+                for x in range(size)
+                if p[row, x] > 0 and q[row, x] > 0
+            ]
+            assert found[row].item() == pytest.approx(sum(1 / ratio for ratio in ratios), abs=1e-12)
+        variation = 1 - acceptance.overlap(p, q)
+        assert (found >= (1 - variation) / (1 + variation) - 1e-12).all()
+        assert (found <= 1 - variation + 1e-12).all()
+        assert torch.allclose(found, acceptance.coupled_overlap(q, p), atol=1e-12)
+        assert torch.allclose(acceptance.coupled_overlap(p, p), torch.ones(50, dtype=torch.float64), atol=1e-12)
+
+
+def test_sparse_rows() -> None:
+    ids, probs = torch.tensor([[2, 0], [1, 7]]), torch.tensor([[0.6, 0.4], [0.3, 0.7]], dtype=torch.float64)
+    assert acceptance.sparse_row(ids, probs, 4).tolist() == [[0.4, 0, 0.6, 0], [0, 0.3, 0, 0]]
+    found = acceptance.sparse_probs_of(ids, probs, torch.tensor([2, 2]))
+    assert found.tolist() == [0.6, 0]
+    assert acceptance.sparse_probs_of(ids, probs, torch.tensor([-1, 7])).tolist() == [0, 0.7]
+
+
+@pytest.mark.parametrize("num_kept", [1, 2, 5])
+def test_residual_mass_of_a_sparse_row_is_that_of_the_whole_row(num_kept: int) -> None:
+    generator = torch.Generator().manual_seed(num_kept)
+    p, q = torch.softmax(torch.randn(2, 40, 5, generator=generator, dtype=torch.float64), -1)
+    scale = torch.rand(40, generator=generator, dtype=torch.float64)
+    probs, ids = q.topk(num_kept, dim=-1)
+    probs = probs / probs.sum(-1, keepdim=True)
+    dense = acceptance.residual_mass(p, acceptance.sparse_row(ids, probs, 5), scale)
+    assert torch.allclose(dense, acceptance.sparse_residual_mass(p, ids, probs, scale), atol=1e-14)
+    # Vocabularies of different size, either way.
+    assert torch.equal(acceptance.residual_mass(p, q[:, :3], scale), acceptance.residual_mass(p, q * mask(3), scale))
+    shorter = p[:, :3] / p[:, :3].sum(-1, keepdim=True)
+    dense = acceptance.residual_mass(shorter, acceptance.sparse_row(ids, probs, 5), scale)
+    assert torch.allclose(dense, acceptance.sparse_residual_mass(shorter, ids, probs, scale), atol=1e-14)
+
+
+def mask(size: int) -> torch.Tensor:
+    return torch.arange(5) < size
+
+
+def test_matched_block() -> None:
+    sampled = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7]])
+    tokens = torch.tensor([[5, 6], [5, 9], [5, -1]])
+    num_accepted, emitted, matched = acceptance.matched_block(sampled, tokens, torch.tensor([2, 2, 1]))
+    assert num_accepted.tolist() == [2, 1, 1]
+    assert emitted.tolist() == [[5, 6, 7], [5, 6, -1], [5, 6, -1]]
+    assert matched.tolist() == [[True, True], [True, False], [True, False]]
+
+
 def test_residual() -> None:
     assert acceptance.residual(P, Q).tolist() == pytest.approx([0.3, 0, 0])
     assert acceptance.residual(Q, P).tolist() == pytest.approx([0, 0, 0.3])

@@ -1,7 +1,10 @@
 import pytest
 import torch
+from scipy import stats
 
-from spectoolkit.functional.draw import draw
+from spectoolkit.functional.acceptance import coupled_overlap, overlap
+from spectoolkit.functional.draw import draw, gumbel_max
+from spectoolkit.functional.noise import exponentials, position_keys
 
 LARGEST = 1 - 2.0**-53
 
@@ -83,3 +86,64 @@ def test_the_arguments_are_left_alone_and_views_are_welcome() -> None:
     transposed = draw(weights.transpose(0, 1), numbers.T)
     assert torch.equal(transposed.T, draw(weights, numbers))
     assert torch.equal(weights, before)
+
+
+# Gumbel-max with shared noise. Every statistical test fails by chance with a probability of 1e-9.
+
+FALSE_ALARM = 1e-9
+P, Q = torch.tensor([0.45, 0.3, 0.2, 0.05]).double(), torch.tensor([0.15, 0.3, 0.25, 0.3]).double()
+
+
+def shared_keys(num: int, request: int = 0) -> torch.Tensor:
+    return position_keys(torch.tensor([0]), torch.tensor([request]), torch.tensor([0]), num)[0]
+
+
+def fit(counts: torch.Tensor, law: torch.Tensor) -> float:
+    return float(stats.chisquare(counts.numpy(), (law / law.sum() * counts.sum()).numpy()).pvalue)
+
+
+@pytest.mark.parametrize("row", [P, Q])
+def test_gumbel_max_follows_the_row(row: torch.Tensor) -> None:
+    num = 200_000
+    counts = torch.bincount(gumbel_max(row.expand(num, 4), shared_keys(num)), minlength=4)
+    assert fit(counts, row) > FALSE_ALARM
+    # Power: a row at a total variation of 0.01 is told apart.
+    shifted = row + torch.tensor([-0.01, 0.01, 0, 0]).double()
+    assert fit(counts, shifted) < FALSE_ALARM
+
+
+def test_two_rows_with_the_same_noise_agree_as_the_formula_says() -> None:
+    num, keys = 200_000, shared_keys(200_000)
+    x, y = gumbel_max(P.expand(num, 4), keys), gumbel_max(Q.expand(num, 4), keys)
+    at = torch.stack([1 / torch.maximum(P / P[i], Q / Q[i]).sum() for i in range(4)])
+    law = torch.cat([at, 1 - at.sum(0, keepdim=True)])
+    counts = torch.bincount(torch.where(x == y, x, 4), minlength=5)
+    assert fit(counts, law) > FALSE_ALARM
+    assert at.sum().item() == pytest.approx(coupled_overlap(P, Q).item())
+    # Power: neither the overlap of a maximal coupling, nor the bound, nor independence.
+    agreeing = int((x == y).sum())
+    variation = 1 - overlap(P, Q).item()
+    for rate in (1 - variation, (1 - variation) / (1 + variation), float((P * Q).sum())):
+        assert stats.binomtest(agreeing, num, rate).pvalue < FALSE_ALARM
+    other = gumbel_max(Q.expand(num, 4), shared_keys(num, request=1))
+    assert stats.binomtest(int((x == other).sum()), num, float((P * Q).sum())).pvalue > FALSE_ALARM
+
+
+def test_gumbel_max_never_gives_a_token_without_weight() -> None:
+    rows = torch.tensor([[0, 0, 1, 0], [0, 0.5, 0, 0.5], [1e-300, 0, 0, 0]], dtype=torch.float64)
+    keys = shared_keys(3000).view(1000, 3)
+    drawn = gumbel_max(rows.expand(1000, 3, 4), keys)
+    assert (drawn[:, 0] == 2).all()
+    assert set(drawn[:, 1].tolist()) == {1, 3}
+    assert (drawn[:, 2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gumbel_max_of_many_rows_is_that_of_each_row(dtype: torch.dtype) -> None:
+    rows = torch.softmax(torch.randn(3, 5, 30_000, generator=torch.Generator().manual_seed(0), dtype=dtype), -1)
+    keys = shared_keys(15).view(3, 5)
+    drawn = gumbel_max(rows, keys)
+    expected = (rows.double().log() - exponentials(keys, 30_000).log()).argmax(-1)
+    assert torch.equal(drawn, expected)
+    assert torch.equal(drawn[1:2, 3:], gumbel_max(rows[1:2, 3:], keys[1:2, 3:]))
+    assert gumbel_max(rows[:, :0], keys[:, :0]).shape == (3, 0)

@@ -1,5 +1,6 @@
 """The law of what each rule emits, integrated exactly, against the target's; and wrong rules that must be seen."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,13 +12,16 @@ from spectoolkit.functional.acceptance import emitted_block, overlap, prefix_len
 from spectoolkit.functional.draw import draw
 from spectoolkit.functional.theory import expected_acceptance_length
 from spectoolkit.interfaces import Verifier
-from spectoolkit.verifiers import Match, Rejection, Typical
+from spectoolkit.verifiers import Block, Match, Rejection, Typical
 from tests.helpers.enumerate import (
     Emission,
+    accept_cells,
     argmax_table,
+    block_cells,
     cells_of,
     constant_table,
     cumulated,
+    cut_table,
     emission,
     judge,
     law_of,
@@ -27,6 +31,7 @@ from tests.helpers.enumerate import (
     residual_weights,
     rows_along,
     target_weights,
+    top_m_law,
     total_variation,
 )
 
@@ -98,6 +103,44 @@ def test_match_is_exact(vocab_size: int, num_drafts: int, is_sampled: bool) -> N
     assert emitted.reaches[0].item() == pytest.approx((target[0] * drawn_from[0]).sum().item(), abs=EXACT)
 
 
+@pytest.mark.parametrize(("vocab_size", "num_drafts"), SIZES)
+def test_block_is_exact_for_sampled_drafts(vocab_size: int, num_drafts: int) -> None:
+    target, draft = random_table(1, vocab_size, num_drafts + 1), random_table(2, vocab_size, num_drafts)
+    emitted = emission(target, draft, draft, Block(), cells=block_cells)
+    assert distance(target, emitted) <= EXACT
+    assert emitted.law.sum().item() == pytest.approx(1, abs=EXACT)
+    assert emitted.reaches.sum() > emission(target, draft, draft, Rejection(), cells=accept_cells).reaches.sum() + 1e-3
+
+
+@pytest.mark.parametrize(("vocab_size", "num_drafts"), SIZES)
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_block_of_point_masses_is_rejection(vocab_size: int, num_drafts: int, is_sampled: bool) -> None:
+    target, draft = random_table(3, vocab_size, num_drafts + 1), random_table(4, vocab_size, num_drafts)
+    drawn_from = draft if is_sampled else argmax_table(draft)
+    emitted = emission(target, drawn_from, None, Block(), cells=block_cells)
+    assert distance(target, emitted) <= EXACT
+    by_rejection = emission(target, drawn_from, None, Rejection(), cells=accept_cells)
+    assert torch.allclose(emitted.reaches, by_rejection.reaches, atol=EXACT)
+
+
+@pytest.mark.parametrize(("vocab_size", "num_drafts"), SIZES)
+@pytest.mark.parametrize("num_kept", [1, 2, 3])
+@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=repr)
+def test_top_m_drafts_are_exact(rule: Verifier, vocab_size: int, num_drafts: int, num_kept: int) -> None:
+    if num_kept > vocab_size:
+        pytest.skip("no more tokens than there are")
+    target, draft = random_table(5, vocab_size, num_drafts + 1), random_table(6, vocab_size, num_drafts)
+    cut, cells = cut_table(draft, num_kept), block_cells if rule == Block() else None
+    emitted = emission(target, cut, cut, rule, cells=cells, law_of_rows=top_m_law(num_kept))
+    assert distance(target, emitted) <= EXACT
+    assert emitted.reaches[0] >= overlap(target[0], cut[0]) - EXACT
+    as_rows = emission(target, cut, cut, rule, cells=accept_cells)
+    assert torch.allclose(emitted.reaches, as_rows.reaches, atol=EXACT)
+    # The cut is made before the draw: judged with the row before the cut, the same drafts are biased.
+    if num_kept < vocab_size:
+        assert distance(target, emission(target, cut, draft, rule, cells=cells)) > SEEN
+
+
 def test_rows_with_zeros_stay_exact() -> None:
     target = [t.masked_fill(t < 0.2, 0) for t in random_table(9, 4, 3)]
     target = [t / t.sum(-1, keepdim=True) for t in target]
@@ -105,6 +148,8 @@ def test_rows_with_zeros_stay_exact() -> None:
     draft = [t / t.sum(-1, keepdim=True) for t in draft]
     assert distance(target, emission(target, draft, draft, Rejection())) <= EXACT
     assert distance(target, emission(target, draft, None, Rejection())) <= EXACT
+    assert distance(target, emission(target, draft, draft, Block(), cells=block_cells)) <= EXACT
+    assert distance(target, emission(target, draft, None, Block(), cells=block_cells)) <= EXACT
 
 
 @pytest.mark.parametrize("is_dense", [True, False])
@@ -177,9 +222,33 @@ def test_expected_accepted_of_a_constant_pair(num_drafts: int, expected: float) 
     assert 1 + expected == pytest.approx(expected_acceptance_length(2 / 3, num_drafts))
 
 
-def test_expected_accepted_of_a_point_mass() -> None:
-    emitted = emission(constant_table([0.8, 0.2], 4), constant_table([1.0, 0.0], 3), None, Rejection())
+@pytest.mark.parametrize(("num_drafts", "expected"), [(1, 2 / 3), (2, 11 / 9), (3, 5 / 3), (4, 166 / 81)])
+def test_expected_accepted_of_a_constant_pair_judged_as_a_block(num_drafts: int, expected: float) -> None:
+    target, draft = constant_table([1 / 3, 2 / 3], num_drafts + 1), constant_table([2 / 3, 1 / 3], num_drafts)
+    emitted = emission(target, draft, draft, Block(), cells=block_cells)
+    assert emitted.reaches.sum().item() == pytest.approx(expected)
+    assert distance(target, emitted) <= EXACT
+
+
+@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=repr)
+def test_expected_accepted_of_a_point_mass(rule: Verifier) -> None:
+    target, draft = constant_table([0.8, 0.2], 4), constant_table([1.0, 0.0], 3)
+    emitted = emission(target, draft, None, rule, cells=block_cells if rule == Block() else None)
     assert emitted.reaches.sum().item() == pytest.approx(1.952)
+    assert distance(target, emitted) <= EXACT
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_block_accepts_at_least_as_much_as_rejection(seed: int) -> None:
+    num_drafts, vocab_size = 1 + seed % 4, 2 + seed % 3
+    target = random_table(100 + seed, vocab_size, num_drafts + 1, sharpness=0.5 + seed % 5)
+    draft = random_table(200 + seed, vocab_size, num_drafts)
+    block, rejection = (
+        emission(target, draft, draft, rule, cells=accept_cells).reaches.sum() for rule in (Block(), Rejection())
+    )
+    assert block >= rejection - EXACT
+    if num_drafts == 1:
+        assert block == pytest.approx(rejection.item(), abs=EXACT)
 
 
 # Wrong rules
@@ -285,6 +354,60 @@ def test_wrong_residuals_by_numbers() -> None:
 
 
 @dataclass(frozen=True)
+class StopsAtTheFirstFailure(Block):
+    """Block verification that gives up at the first prefix that fails, as if its tests were of single tokens."""
+
+    def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
+        # All uniforms behind the first failure are made to fail as well.
+        accept = uniforms.accept.clone()
+        for i in range(accept.shape[1]):
+            prefix = replace(proposal, tokens=proposal.tokens.clone(), lengths=proposal.lengths)
+            alone = torch.ones_like(accept)
+            alone[:, i] = accept[:, i]
+            failed = super().verify(target_probs, prefix, Uniforms(alone, uniforms.emit)).num_accepted <= i
+            accept[failed, i:] = 1.0
+        return super().verify(target_probs, proposal, replace(uniforms, accept=accept))
+
+
+@dataclass(frozen=True)
+class RecoversUnscaled(Block):
+    """Block verification with the residual of rejection, (p - q)+."""
+
+    def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
+        assert isinstance(proposal.law, Dense)
+        verdict = super().verify(target_probs, proposal, uniforms)
+        position = verdict.num_accepted.clamp(max=proposal.tokens.shape[1] - 1)
+        unscaled = residual(take(target_probs, position), take(proposal.law.probs, position))
+        redrawn = draw(unscaled, take(uniforms.emit, position))
+        is_bonus = verdict.num_accepted == proposal.lengths
+        last = torch.where(is_bonus, take(verdict.emitted, verdict.num_accepted), redrawn)
+        return replace(verdict, emitted=emitted_block(proposal.tokens, verdict.num_accepted, last))
+
+
+@pytest.mark.parametrize("rule", [StopsAtTheFirstFailure(), RecoversUnscaled()], ids=repr)
+def test_wrong_block_rules_are_seen(rule: Verifier) -> None:
+    target, draft = random_table(1, 3, 4), random_table(2, 3, 3)
+
+    def cells(target_rows: Tensor, draft_rows: Tensor, drafts: Sequence[int]) -> list[Tensor]:
+        by_rejection = cells_of(target_rows, draft_rows, drafts, no_cuts, cumulated(residual_weights))
+        by_block = block_cells(target_rows, draft_rows, drafts)
+        return [torch.cat(pair).unique() for pair in zip(by_rejection, by_block, strict=True)]
+
+    assert distance(target, emission(target, draft, draft, Block(), cells=cells)) <= EXACT
+    assert distance(target, emission(target, draft, draft, rule, cells=cells)) > 1e-3
+
+
+def test_a_block_of_which_only_the_longest_prefix_passes_is_accepted_whole() -> None:
+    """The first prefix fails its test, the second passes it; rejection would stop at once."""
+    p, q = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
+    numbers = torch.tensor([[0.9, 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64)
+    emitted, num_accepted = judge(Block(), p.expand(3, 2), q.expand(2, 2), [0, 1], numbers)
+    assert num_accepted.tolist() == [2]
+    assert emitted.tolist() == [[0, 1, 1]]
+    assert judge(Rejection(), p.expand(3, 2), q.expand(2, 2), [0, 1], numbers)[1].tolist() == [0]
+
+
+@dataclass(frozen=True)
 class Coarse:
     """A rule fed with uniforms cut to tenths, as a generator of few bits would give: 0 has a positive probability."""
 
@@ -303,8 +426,9 @@ def test_accepting_at_equality_is_seen_when_zero_can_be_drawn() -> None:
     def tenths(target_row: Tensor, draft_row: Tensor, token: int) -> Tensor:
         return torch.arange(1, 10, dtype=torch.float64) / 10
 
-    right = emission(target, draft, draft, Coarse(Rejection()), tenths, EVERY_CUT)
-    assert distance(target, right) <= EXACT
+    for rule in (Rejection(), Block()):
+        right = emission(target, draft, draft, Coarse(rule), tenths, EVERY_CUT)
+        assert distance(target, right) <= EXACT
     wrong = emission(target, draft, draft, Coarse(Wrong(accept="or equal")), tenths, EVERY_CUT)
     assert distance(target, wrong) == pytest.approx(0.05)
 
@@ -323,5 +447,6 @@ def test_drafting_noise_shared_with_the_recovered_token_is_seen() -> None:
     )
     shared = Uniforms(accepting[:, None], torch.stack([drafting, drafting], -1))
     first = Rejection().verify(p.expand(size, 2, 4), proposal, shared).emitted[:, 0]
+    assert torch.equal(Block().verify(p.expand(size, 2, 4), proposal, shared).emitted[:, 0], first)
     # A rejected 2 (drawn at u in [.3, .6)) always recovers as 0, a rejected 3 often as 1.
     assert (torch.bincount(first, minlength=4) / size).tolist() == pytest.approx([0.3125, 0.3875, 0.2, 0.1], abs=1e-6)

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
+from spectoolkit.datatypes import DraftNoise
 from spectoolkit.drafters import NGramDrafter
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.ragged import pad_rows
 
 
 def propose(drafter, histories, limits):
-    uniforms = torch.zeros(len(histories), max(limits), dtype=torch.float64)
-    proposal, _ = drafter.propose(drafter.start(histories), None, torch.tensor(limits), uniforms)
+    noise = DraftNoise(torch.zeros(len(histories), max(limits), dtype=torch.float64))
+    proposal, _ = drafter.propose(drafter.start(histories), None, torch.tensor(limits), noise)
     assert proposal.lengths.tolist() == [sum(token >= 0 for token in row) for row in proposal.tokens.tolist()]
     return [[token for token in row if token >= 0] for row in proposal.tokens.tolist()]
 
@@ -60,7 +61,8 @@ def test_rows_follow_their_requests():
     state = drafter.start([[1, 8, 1], [2], [3, 9, 3]])
     state = drafter.select(state, [2, 0])
     state = drafter.insert(state, [0], drafter.start([[4, 7, 4]]))
-    proposal, _ = drafter.propose(state, None, torch.tensor([1, 1]), torch.zeros(2, 1, dtype=torch.float64))
+    noise = DraftNoise(torch.zeros(2, 1, dtype=torch.float64))
+    proposal, _ = drafter.propose(state, None, torch.tensor([1, 1]), noise)
     assert proposal.tokens.tolist() == [[7], [8]]
 
 

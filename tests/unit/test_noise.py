@@ -2,13 +2,14 @@
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor
 
-from spectoolkit.functional.noise import Role, request_key, uniforms
+from spectoolkit.functional.noise import Role, exponentials, position_keys, request_key, uniforms
 
 FALSE_ALARM = 1e-9
 MASK = (1 << 64) - 1
@@ -165,3 +166,51 @@ def test_avalanche(word: str) -> None:
         flipped = (before * 2**53).to(torch.int64) ^ (after * 2**53).to(torch.int64)
         counts = ((flipped[:, None] >> torch.arange(53)) & 1).sum(0)
         assert (counts - size / 2).abs().max() <= limit - size / 2
+
+
+# Shared noise
+
+
+def shared(seed: int, key: int, start: int, num_positions: int, vocab_size: int) -> Tensor:
+    keys = position_keys(torch.tensor([seed]), torch.tensor([key]), torch.tensor([start]), num_positions)
+    return exponentials(keys, vocab_size)[0]
+
+
+def test_shared_noise_is_the_documented_construction() -> None:
+    for seed, key, position in [(0, 0, 0), (-1, -(2**63), 7), (2**63 - 1, request_key("a"), 10**12)]:
+        # The words (seed, key, 4 * position + role, token) of a uniform, of which it takes 52 bits.
+        numbers = [plain_python(seed, key, position, token, Role.SHARED) for token in range(6)]
+        expected = [-math.log((math.floor(number * 2**52) + 0.5) / 2**52) for number in numbers]
+        assert shared(seed, key, position, 1, 6)[0].tolist() == pytest.approx(expected, rel=1e-14)
+
+
+def test_shared_noise_knows_the_position_and_not_the_step() -> None:
+    assert torch.equal(shared(1, 2, 10, 8, 5)[2:], shared(1, 2, 12, 6, 5))
+    assert torch.equal(shared(1, 2, 10, 3, 5), shared(1, 2, 10, 3, 9)[:, :5])
+    assert not set(shared(1, 2, 10, 1, 50).flatten().tolist()) & set(shared(1, 2, 11, 1, 50).flatten().tolist())
+    assert shared(1, 2, 3, 0, 5).shape == (0, 5)
+
+
+def test_shared_noise_is_exponential_and_independent_of_all_other_noise() -> None:
+    size, bins = 1 << 16, 16
+    by_position = (-shared(0, 1, 0, size, 1)[:, 0]).exp()
+    by_token = (-shared(0, 1, 0, 1, size)[0]).exp()
+    limit = stats.chi2.isf(FALSE_ALARM / 12, bins**2 - 1)
+    for numbers in (by_position, by_token):
+        counts = torch.bincount((numbers * bins**2).to(torch.int64), minlength=bins**2).double()
+        assert ((counts - size / bins**2) ** 2).sum() / (size / bins**2) < limit
+        assert _pair_statistic(numbers[::2], numbers[1::2], bins) < limit
+    others = {role: make(0, 1, 0, size, role) for role in (Role.DRAFT, Role.ACCEPT, Role.EMIT)}
+    for role, other in others.items():
+        assert _pair_statistic(by_position, other, bins) < limit, role
+    assert _pair_statistic(by_position, (-shared(0, 1, 0, size, 2)[:, 1]).exp(), bins) < limit
+    assert _pair_statistic(by_position, (-shared(1, 1, 0, size, 1)[:, 0]).exp(), bins) < limit
+    assert _pair_statistic(by_position, (-shared(0, 1, 0, size, 1)[:, 0]).exp(), bins) > limit
+
+
+def test_shared_noise_is_positive_and_finite_at_the_extreme_bits(monkeypatch) -> None:
+    for words in (0, -1):
+        monkeypatch.setattr("spectoolkit.functional.noise._mix", lambda bits, words=words: torch.full_like(bits, words))
+        numbers = exponentials(torch.tensor([3]), 4)
+        assert (numbers > 0).all()
+        assert numbers.isfinite().all()

@@ -4,15 +4,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import PAD, Dense, DraftLaw, PointMass, Proposal, Uniforms, Verdict
+from spectoolkit.datatypes import PAD, Dense, DraftLaw, PointMass, Proposal, SharedNoise, TopM, Uniforms, Verdict
 from spectoolkit.errors import ContractError, UsageError
-from spectoolkit.functional.draw import draw
+from spectoolkit.functional.draw import draw, gumbel_max
 from spectoolkit.functional.warp import warp
 from spectoolkit.interfaces import Verifier
-from spectoolkit.verifiers import Match, Rejection, Typical
+from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
 
 LARGEST = 1 - 2.0**-53
-RULES: list[Verifier] = [Rejection(), Match(), Typical(), Typical(recovery="argmax"), Typical(recovery="first_only")]
+RULES: list[Verifier] = [
+    Rejection(),
+    Block(),
+    Match(),
+    Coupled(),
+    Typical(),
+    Typical(recovery="argmax"),
+    Typical(recovery="first_only"),
+]
 
 
 def tensor(values: Sequence) -> Tensor:
@@ -31,7 +39,11 @@ def judge_one(
     size = len(drafts)
     law = PointMass() if draft_rows is None else Dense(tensor([draft_rows]))
     proposal = Proposal(torch.tensor([drafts], dtype=torch.int64), torch.tensor([size]), law)
-    uniforms = Uniforms(tensor([accept or [0.5] * size]).view(1, size), tensor([emit or [0.5] * (size + 1)]))
+    uniforms = Uniforms(
+        tensor([accept or [0.5] * size]).view(1, size),
+        tensor([emit or [0.5] * (size + 1)]),
+        torch.arange(size + 1)[None],
+    )
     return rule.verify(tensor([target_rows]), proposal, uniforms)
 
 
@@ -47,14 +59,29 @@ def random_case(
     target = torch.softmax(3 * torch.randn(batch, num_drafts + 1, vocab_size, generator=generator), -1)
     draft = torch.softmax(target[:, :-1].log() + torch.randn(batch, num_drafts, vocab_size, generator=generator), -1)
     drafts = draw(draft, uniform(batch, num_drafts))
-    return target, draft, drafts, Uniforms(uniform(batch, num_drafts), uniform(batch, num_drafts + 1))
+    keys = torch.randint(-(2**63), 2**63 - 1, (batch, num_drafts + 1), generator=generator)
+    return target, draft, drafts, Uniforms(uniform(batch, num_drafts), uniform(batch, num_drafts + 1), keys)
+
+
+def laws_of(rule: Verifier, draft: Tensor) -> list[DraftLaw]:
+    """All laws that the rule judges, of drafts from these rows."""
+    probs, ids = draft.topk(draft.shape[-1], dim=-1)
+    return [law for law in (PointMass(), Dense(draft), TopM(ids, probs), SharedNoise()) if type(law) in rule.laws]
+
+
+def target_token(rule: Verifier, rows: Tensor, uniforms: Uniforms, position: int) -> Tensor:
+    """What the rule draws from the target rows [B, V] at a position when nothing is drafted there."""
+    if rule == Coupled():
+        assert uniforms.shared is not None
+        return gumbel_max(rows, uniforms.shared[:, position])
+    return draw(rows, uniforms.emit[:, position])
 
 
 def test_laws_and_losslessness_are_class_attributes() -> None:
     for rule in RULES:
-        assert rule.laws == type(rule).laws == (PointMass, Dense)
-    assert Rejection.is_lossless
-    assert Match.is_lossless
+        needs_the_law = isinstance(rule, Rejection | Block)
+        assert rule.laws == type(rule).laws == (PointMass, Dense, TopM, *(() if needs_the_law else (SharedNoise,)))
+    assert all(rule.is_lossless for rule in (Rejection, Block, Match, Coupled))
     assert not Typical.is_lossless
     assert Rejection() == Rejection()
     assert Typical() == Typical(epsilon=0.09, delta=0.3, recovery="sample")
@@ -81,33 +108,48 @@ def test_rejection_of_a_point_mass_accepts_below_p_and_recovers_from_the_rest() 
         assert verdict.emitted.tolist() == [[token, PAD]]
 
 
-@pytest.mark.parametrize("draft_rows", [None, [[0.0, 1.0]]])
-def test_the_uniform_zero_does_not_accept_a_token_the_target_excludes(draft_rows: list[list[float]] | None) -> None:
-    verdict = judge_one(Rejection(), [[1.0, 0.0], [1.0, 0.0]], [1], draft_rows, accept=[0.0])
+@pytest.mark.parametrize("draft_rows", [None, [[0.0, 1.0]], [[0.5, 0.5]]])
+@pytest.mark.parametrize("rule", [Rejection(), Block(), Match(), Coupled()], ids=repr)
+def test_the_uniform_zero_does_not_accept_a_token_the_target_excludes(
+    rule: Verifier, draft_rows: list[list[float]] | None
+) -> None:
+    certain = [1.0, 0.0]
+    verdict = judge_one(rule, [certain] * 2, [1], draft_rows, accept=[0.0], emit=[0.0, 0.0])
     assert verdict.num_accepted.tolist() == [0]
     assert verdict.emitted.tolist() == [[0, PAD]]
     assert verdict.judged_alone.tolist() == [[False]]
+    # In the middle of a block too, where a longer prefix could still pass.
+    rows = draft_rows and draft_rows * 3
+    for drafts, accepted in [([1, 0, 0], 0), ([0, 1, 0], 1), ([0, 0, 1], 2)]:
+        if rows and rows[0][0] == 0:
+            continue
+        verdict = judge_one(rule, [certain] * 4, drafts, rows, accept=[0.0] * 3, emit=[0.0] * 4)
+        assert verdict.num_accepted.tolist() == [accepted]
+        assert verdict.emitted.tolist() == [[0] * (accepted + 1) + [PAD] * (3 - accepted)]
 
 
 def test_a_token_cut_by_min_p_is_always_rejected() -> None:
     row = tensor([[[0.6, 0.3, 0.1]] * 2]).log()
     p = warp(row, tensor([1.0]), None, None, tensor([0.2]))[0].tolist()
     for accept in (0.0, 0.5, LARGEST):
-        assert judge_one(Rejection(), p, [2], accept=[accept]).num_accepted.tolist() == [0]
+        for rule in (Rejection(), Block()):
+            assert judge_one(rule, p, [2], accept=[accept]).num_accepted.tolist() == [0]
 
 
-def test_an_empty_residual_draws_from_the_target() -> None:
-    verdict = judge_one(Rejection(), [[0.5, 0.5]] * 2, [0], [[0.5005, 0.5]], accept=[0.9995], emit=[0.75, 0.5])
+@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=repr)
+def test_an_empty_residual_draws_from_the_target(rule: Verifier) -> None:
+    verdict = judge_one(rule, [[0.5, 0.5]] * 2, [0], [[0.5005, 0.5]], accept=[0.9995], emit=[0.75, 0.5])
     assert verdict.emitted.tolist() == [[1, PAD]]
-    verdict = judge_one(Rejection(), [[1.0 - 1e-9, 0.0]] * 2, [0], accept=[LARGEST], emit=[0.75, 0.5])
+    verdict = judge_one(rule, [[1.0 - 1e-9, 0.0]] * 2, [0], accept=[LARGEST], emit=[0.75, 0.5])
     assert verdict.emitted.tolist() == [[0, PAD]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-3, 0.7, 1.0, 2.0])
 @pytest.mark.parametrize("num_drafts", [1, 2, 5, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=repr)
 def test_a_model_that_drafts_for_itself_is_always_accepted(
-    temperature: float, num_drafts: int, dtype: torch.dtype
+    temperature: float, num_drafts: int, dtype: torch.dtype, rule: Verifier
 ) -> None:
     generator = torch.Generator().manual_seed(num_drafts)
     logits = 4 * torch.randn(16, num_drafts + 1, 50, generator=generator, dtype=dtype)
@@ -117,7 +159,7 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(
     for accept in (0.0, 0.5, LARGEST):
         numbers = torch.full((16, num_drafts + 1), accept, dtype=torch.float64)
         uniforms = Uniforms(numbers[:, 1:], numbers)
-        verdict = Rejection().verify(probs, proposal, uniforms)
+        verdict = rule.verify(probs, proposal, uniforms)
         assert (verdict.num_accepted == num_drafts).all()
         assert (verdict.emitted >= 0).sum(-1).tolist() == [num_drafts + 1] * 16
         assert verdict.judged_alone.all()
@@ -153,9 +195,14 @@ def test_judged_alone_goes_on_behind_a_rejection() -> None:
 
 
 @pytest.mark.parametrize("drafts", [[1], [3], [PAD]])
-def test_a_draft_its_own_law_excludes_is_a_broken_contract(drafts: list[int]) -> None:
+@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=repr)
+def test_a_draft_its_own_law_excludes_is_a_broken_contract(rule: Verifier, drafts: list[int]) -> None:
     with pytest.raises(ContractError, match="probability 0"):
-        judge_one(Rejection(), [[0.5, 0.3, 0.2]] * 2, drafts, [[0.5, 0.0, 0.5]])
+        judge_one(rule, [[0.5, 0.3, 0.2]] * 2, drafts, [[0.5, 0.0, 0.5]])
+    law = TopM(torch.tensor([[[0, 2]]]), tensor([[[0.5, 0.5]]]))
+    proposal = Proposal(torch.tensor([drafts]), torch.tensor([1]), law)
+    with pytest.raises(ContractError, match="probability 0"):
+        rule.verify(tensor([[[0.5, 0.3, 0.2]] * 2]), proposal, Uniforms(tensor([[0.5]]), tensor([[0.5, 0.5]])))
 
 
 def test_padding_inside_a_point_mass_proposal_is_a_broken_contract() -> None:
@@ -163,22 +210,27 @@ def test_padding_inside_a_point_mass_proposal_is_a_broken_contract() -> None:
         judge_one(Rejection(), [[0.5, 0.5]] * 2, [PAD])
 
 
-def test_rejection_refuses_a_law_it_does_not_know() -> None:
+@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=repr)
+def test_a_rule_refuses_a_law_it_does_not_know(rule: Verifier) -> None:
     class Foreign:
         pass
 
-    law: DraftLaw = Foreign()  # pyright: ignore[reportAssignmentType]
+    foreign: DraftLaw = Foreign()  # pyright: ignore[reportAssignmentType]
     target, _, drafts, uniforms = random_case(0)
-    with pytest.raises(ContractError, match="Foreign"):
-        Rejection().verify(target, Proposal(drafts, torch.full((6,), 3), law), uniforms)
+    for law in (foreign, SharedNoise()):
+        with pytest.raises(ContractError, match=type(law).__name__):
+            rule.verify(target, Proposal(drafts, torch.full((6,), 3), law), uniforms)
 
 
 def test_the_larger_vocabulary_may_be_on_either_side() -> None:
     p, q = [0.4, 0.3, 0.2, 0.1], [0.5, 0.3, 0.2]
-    verdict = judge_one(Rejection(), [p, p], [0], [q], accept=[0.81], emit=[0.3, 0.5])
-    assert verdict.emitted.tolist() == [[3, PAD]]
-    verdict = judge_one(Rejection(), [q, q], [3], [p], accept=[0.0], emit=[0.3, 0.5])
-    assert verdict.emitted.tolist() == [[0, PAD]]
+    for rule in (Rejection(), Block()):
+        verdict = judge_one(rule, [p, p], [0], [q], accept=[0.81], emit=[0.3, 0.5])
+        assert verdict.emitted.tolist() == [[3, PAD]]
+        verdict = judge_one(rule, [q, q], [3], [p], accept=[0.0], emit=[0.3, 0.5])
+        assert verdict.emitted.tolist() == [[0, PAD]]
+        verdict = judge_one(rule, [q] * 3, [0, 3], [p, p], accept=[0.0, 0.0], emit=[0.3] * 3)
+        assert verdict.emitted.tolist() == [[0, 0, PAD]]
     for rule in RULES:
         verdict = judge_one(rule, [q, q], [3], accept=[0.0])
         assert verdict.num_accepted.tolist() == [0]
@@ -205,6 +257,44 @@ def test_match_emits_the_same_text_whatever_is_drafted() -> None:
     verdict = Match().verify(target, Proposal(drafts, torch.full((6,), 3), PointMass()), uniforms)
     assert torch.equal(verdict.emitted[:, :2], own[:, :2])
     assert (verdict.num_accepted == 1).all()
+
+
+# Coupled
+
+
+def test_coupled_emits_the_same_text_whatever_is_drafted() -> None:
+    target, _, _, uniforms = random_case(1)
+    assert uniforms.shared is not None
+    own = gumbel_max(target, uniforms.shared)
+    drafts = own[:, :-1].clone()
+    drafts[:, 1] = (drafts[:, 1] + 1) % 11
+    for law in (SharedNoise(), PointMass()):
+        verdict = Coupled().verify(target, Proposal(drafts, torch.full((6,), 3), law), uniforms)
+        assert torch.equal(verdict.emitted[:, :2], own[:, :2])
+        assert (verdict.emitted[:, 2:] == PAD).all()
+        assert verdict.judged_alone.tolist() == [[True, False, True]] * 6
+
+
+def test_coupled_needs_the_shared_noise() -> None:
+    target, _, drafts, uniforms = random_case(1)
+    without = Uniforms(uniforms.accept, uniforms.emit)
+    with pytest.raises(ContractError, match="shared noise"):
+        Coupled().verify(target, Proposal(drafts, torch.full((6,), 3), SharedNoise()), without)
+
+
+# Block
+
+
+def test_block_judges_a_row_by_its_own_length() -> None:
+    """A prefix that ends the proposal is judged by pi, the same prefix of a longer proposal by h."""
+    p, q = [1 / 3, 2 / 3], [2 / 3, 1 / 3]
+    # pi_1 = 1/2; S_1 = (1/6 - 2/3)+ + (1/3 - 1/3)+ = 0, so h_1 = 0.
+    short = judge_one(Block(), [p, p], [0], [q], accept=[0.49])
+    assert short.num_accepted.tolist() == [1]
+    long = judge_one(Block(), [p] * 3, [0, 0], [q, q], accept=[0.01, 0.26])
+    assert long.num_accepted.tolist() == [0]
+    assert long.judged_alone.tolist() == [[True, True]]
+    assert judge_one(Block(), [p] * 3, [0, 0], [q, q], accept=[0.99, 0.24]).num_accepted.tolist() == [2]
 
 
 # Typical
@@ -279,24 +369,36 @@ def test_typical_refuses_bad_parameters(arguments: dict) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("is_dense", [True, False])
-def test_short_and_empty_proposals_among_full_ones(rule: Verifier, is_dense: bool) -> None:
+@pytest.mark.parametrize("kind", [PointMass, Dense, TopM, SharedNoise])
+def test_short_and_empty_proposals_among_full_ones(rule: Verifier, kind: type[DraftLaw]) -> None:
+    if kind not in rule.laws:
+        pytest.skip("not a law of this rule")
     target, draft, drafts, uniforms = random_case(2)
+
+    def law_of(rows: Tensor) -> DraftLaw:
+        (law,) = (law for law in laws_of(rule, rows) if isinstance(law, kind))
+        return law
+
     lengths = torch.tensor([3, 2, 1, 0, 0, 3])
     drafts = drafts.masked_fill(torch.arange(3) >= lengths[:, None], PAD)
-    verdict = rule.verify(target, Proposal(drafts, lengths, Dense(draft) if is_dense else PointMass()), uniforms)
+    assert uniforms.shared is not None
+    verdict = rule.verify(target, Proposal(drafts, lengths, law_of(draft)), uniforms)
     assert (verdict.num_accepted <= lengths).all()
     assert not verdict.judged_alone[torch.arange(3) >= lengths[:, None]].any()
     for row, length in enumerate(lengths.tolist()):
-        law = Dense(draft[row : row + 1, :length]) if is_dense else PointMass()
+        law = law_of(draft[row : row + 1, :length])
         alone = rule.verify(
             target[row : row + 1, : length + 1],
             Proposal(drafts[row : row + 1, :length], lengths[row : row + 1], law),
-            Uniforms(uniforms.accept[row : row + 1, :length], uniforms.emit[row : row + 1, : length + 1]),
+            Uniforms(
+                uniforms.accept[row : row + 1, :length],
+                uniforms.emit[row : row + 1, : length + 1],
+                uniforms.shared[row : row + 1, : length + 1],
+            ),
         )
         assert verdict.emitted[row].tolist() == alone.emitted[0].tolist() + [PAD] * (3 - length)
         if length == 0:
-            expected = draw(target[row, 0], uniforms.emit[row, 0]).item()
+            expected = target_token(rule, target[:, 0], uniforms, 0)[row].item()
             assert verdict.emitted[row].tolist() == [expected, PAD, PAD, PAD]
 
 
@@ -304,12 +406,13 @@ def test_short_and_empty_proposals_among_full_ones(rule: Verifier, is_dense: boo
 def test_a_step_without_any_draft_emits_one_target_token(rule: Verifier) -> None:
     target, _, _, uniforms = random_case(3)
     nothing = torch.empty(6, 0, dtype=torch.int64)
-    for law in (PointMass(), Dense(torch.empty(6, 0, 11))):
+    assert uniforms.shared is not None
+    for law in laws_of(rule, torch.empty(6, 0, 11)):
         verdict = rule.verify(
             target[:, :1], Proposal(nothing, torch.zeros(6, dtype=torch.int64), law),
-            Uniforms(torch.empty(6, 0, dtype=torch.float64), uniforms.emit[:, :1]),
+            Uniforms(torch.empty(6, 0, dtype=torch.float64), uniforms.emit[:, :1], uniforms.shared[:, :1]),
         )  # fmt: skip
-        assert torch.equal(verdict.emitted, draw(target[:, :1], uniforms.emit[:, :1]))
+        assert torch.equal(verdict.emitted[:, 0], target_token(rule, target[:, 0], uniforms, 0))
         assert verdict.num_accepted.tolist() == [0] * 6
         assert verdict.judged_alone.shape == (6, 0)
 
@@ -318,7 +421,7 @@ def test_a_padded_row_beside_drafts() -> None:
     rows = tensor([[[0.1] * 10] * 3] * 2)
     proposal = Proposal(torch.tensor([[7, 8], [PAD, PAD]]), torch.tensor([2, 0]), PointMass())
     uniforms = Uniforms(torch.zeros(2, 2).double(), torch.full((2, 3), 0.55).double())
-    for rule in (Rejection(), Typical()):
+    for rule in (Rejection(), Block(), Typical()):
         verdict = rule.verify(rows, proposal, uniforms)
         assert verdict.emitted.tolist() == [[7, 8, 5], [5, PAD, PAD]]
 
@@ -333,7 +436,15 @@ def test_what_lies_behind_a_proposal_does_not_matter(rule: Verifier, rubbish: fl
     dirty_target, dirty_draft = target.clone(), draft.clone()
     dirty_target[:, 1:][behind] = rubbish
     dirty_draft[behind] = rubbish
-    for law, dirty_law in ((Dense(draft), Dense(dirty_draft)), (PointMass(), PointMass())):
+
+    def dirty_of(law: DraftLaw) -> DraftLaw:
+        if isinstance(law, TopM):
+            ids, probs = law.ids.clone(), law.probs.clone()
+            ids[behind], probs[behind] = 10**6, rubbish
+            return TopM(ids, probs)
+        return Dense(dirty_draft) if isinstance(law, Dense) else law
+
+    for law, dirty_law in ((law, dirty_of(law)) for law in laws_of(rule, draft)):
         clean = rule.verify(target, Proposal(drafts, lengths, law), uniforms)
         dirty = rule.verify(dirty_target, Proposal(drafts, lengths, dirty_law), uniforms)
         for name in ("num_accepted", "emitted", "judged_alone"):
@@ -343,8 +454,9 @@ def test_what_lies_behind_a_proposal_does_not_matter(rule: Verifier, rubbish: fl
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_the_arguments_are_left_alone(rule: Verifier) -> None:
     target, draft, drafts, uniforms = random_case(5)
-    given = (target, draft, drafts, uniforms.accept, uniforms.emit)
+    assert uniforms.shared is not None
+    given = (target, draft, drafts, uniforms.accept, uniforms.emit, uniforms.shared)
     before = [t.clone() for t in given]
-    for law in (Dense(draft), PointMass()):
+    for law in laws_of(rule, draft):
         rule.verify(target, Proposal(drafts, torch.full((6,), 3), law), uniforms)
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))

@@ -1,0 +1,86 @@
+"""What a rule that knows the draft law reads from it: q(x), and what p has beyond q."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spectoolkit.datatypes import Dense, PointMass, Proposal, TopM
+from spectoolkit.errors import ContractError
+from spectoolkit.functional.acceptance import (
+    is_drafted,
+    point_mass_residual,
+    probs_of,
+    residual,
+    residual_mass,
+    sparse_probs_of,
+    sparse_residual_mass,
+    sparse_row,
+    take,
+)
+
+KNOWN_LAWS = (PointMass, Dense, TopM)
+
+
+def draft_prob(proposal: Proposal) -> Tensor:
+    """q_i(x_i) [B, K] float64 of the drafted tokens; anything past a proposal's length.
+
+    Raises:
+        ContractError: a drafted token that its law gives no probability, or a law that does not say q.
+    """
+    tokens = proposal.tokens
+    match proposal.law:
+        case PointMass():
+            prob = (tokens >= 0).to(torch.float64)
+        case Dense(probs):
+            prob = probs_of(probs, tokens)
+        case TopM(ids, probs):
+            prob = sparse_probs_of(ids, probs, tokens)
+        case law:
+            raise _unknown(law)
+    if (~(prob > 0) & is_drafted(proposal.lengths, tokens.shape[1])).any():
+        raise ContractError(
+            "proposal: expected tokens drawn from the law it reports, got a drafted token of probability 0 under it"
+        )
+    return prob
+
+
+def residual_at(target_row: Tensor, proposal: Proposal, position: Tensor) -> Tensor:
+    """(w - q_n)+ [B, V], unnormalised, for weights w `target_row` [B, V] and n `position` [B]; w where that is empty.
+
+    Any row where the position is behind the proposal.
+    """
+    num_draft_tokens = proposal.tokens.shape[1]
+    if num_draft_tokens == 0:
+        return target_row
+    position = position.clamp(max=num_draft_tokens - 1)
+    match proposal.law:
+        case PointMass():
+            return point_mass_residual(target_row, take(proposal.tokens, position))
+        case Dense(probs):
+            return residual(target_row, take(probs, position))
+        case TopM(ids, probs):
+            row = sparse_row(take(ids, position), take(probs, position), target_row.shape[-1])
+            return residual(target_row, row)
+        case law:
+            raise _unknown(law)
+
+
+def residual_masses(target_probs: Tensor, proposal: Proposal, scale: Tensor) -> Tensor:
+    """sum_x (s_i p_i(x) - q_i(x))+ [B, K] float64 for `target_probs` [B, K, V] and `scale` s [B, K]."""
+    match proposal.law:
+        case PointMass():
+            certain = scale.new_ones(*scale.shape, 1)
+            return sparse_residual_mass(target_probs, proposal.tokens[..., None], certain, scale)
+        case Dense(probs):
+            return residual_mass(target_probs, probs, scale)
+        case TopM(ids, probs):
+            return sparse_residual_mass(target_probs, ids, probs, scale)
+        case law:
+            raise _unknown(law)
+
+
+def _unknown(law: object) -> ContractError:
+    return ContractError(
+        f"proposal.law: expected one of {[known.__name__ for known in KNOWN_LAWS]}, got {type(law).__name__}"
+    )
