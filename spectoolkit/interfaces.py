@@ -111,6 +111,8 @@ class Drafter(Protocol):
 class Verifier(Protocol):
     """Decides how much of a proposal becomes output. Pure: same arguments, same verdict.
 
+    A lossless rule may also have `given_output(law) -> functional.conditional.GivenOutput`; then it can be replayed.
+
     Attributes:
         laws: the draft laws it can judge.
         is_lossless: whether the emitted tokens follow the target's law exactly, for every drafter with such a law.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import PointMass
+from spectoolkit.datatypes import DraftNoise, PointMass
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.errors import UsageError
 from spectoolkit.functional import renewal
@@ -177,8 +177,9 @@ def _by_position(target: LanguageModel, strategies: Sequence[Strategy], group: _
             logits = scorers[key].logits(begin, end)
             for i in some:
                 strategy = strategies[i]
-                assert isinstance(strategy.drafter, ModelDrafter)
-                draft_probs = strategy.drafter.draft_probs(logits, group.sampling, appended)
+                drafter = strategy.drafter
+                assert isinstance(drafter, ModelDrafter)
+                draft_probs = drafter.law_probs(drafter.draft_probs(logits, group.sampling, appended))
                 reduced = strategy.given_output.reduce(target_probs, draft_probs, tokens)
                 numbers[i][:, begin:end] = reduced.cpu()
     return numbers
@@ -210,7 +211,7 @@ def _by_start(strategy: Strategy, group: _Group) -> tuple[Tensor, Tensor]:
     following = renewal.windows((tokens + 1).to(torch.float64), num_draft_tokens).long() - 1  # [B, N, K], -1 behind
     equal = torch.zeros(num_rows, num_positions, num_draft_tokens, dtype=torch.float64)
     drafted = torch.zeros(num_rows, num_positions, dtype=torch.int64)
-    noise = torch.zeros(num_rows, num_draft_tokens, dtype=torch.float64)  # a deterministic drafter draws nothing
+    noise = DraftNoise(torch.zeros(num_rows, num_draft_tokens, dtype=torch.float64))  # a point mass draws nothing
     state = drafter.start(group.prompts)
     for s in range(num_positions):
         proposal, state = drafter.propose(state, group.sampling, group.budget[:, s].clamp(max=num_draft_tokens), noise)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from spectoolkit import trajectories
-from spectoolkit.datatypes import Completion
+from spectoolkit.datatypes import Completion, PointMass
 from spectoolkit.decode import decode
-from spectoolkit.drafters import NoDrafter
+from spectoolkit.drafters import ModelDrafter, NoDrafter
 from spectoolkit.records import expected_rows
 from spectoolkit.replay import Strategy, replay
 from spectoolkit.report.cells import CellResult
@@ -38,7 +38,7 @@ def missing_requests(cells: Sequence[Cell], store: Store) -> int:
 def run_cells(cells: Sequence[Cell], store: Store, progress: Progress) -> list[CellResult]:
     """Compute the cells that are not on disk yet and return all of them.
 
-    `progress` counts requests: those that are decoded, those that are sampled for a replay, and those that are replayed.
+    `progress` counts requests: decoded ones, ones sampled for a replay, and replayed ones.
     """
     missing = [cell for cell in cells if not store.has(cell)]
     for group in _replay_groups(missing):
@@ -89,9 +89,17 @@ def run_replay(cells: Sequence[Cell], store: Store, progress: Progress) -> None:
             outputs,
             clusters=[experiment.clusters[request.id] for request in outputs.requests],
             categories=[experiment.categories[request.id] for request in outputs.requests],
-            draft_bytes_per_token=experiment.drafter.bytes_per_token,
+            draft_bytes_per_token=draft_bytes_per_token(experiment),
         )
         store.save(cell, rows, how)
+
+
+def draft_bytes_per_token(experiment: Experiment) -> int:
+    """What the drafter's law keeps; a drafter without a draft model is a point mass here."""
+    drafter, vocab_size = experiment.drafter, experiment.target.vocab_size
+    if isinstance(drafter, ModelDrafter):
+        return drafter.bytes_per_token(vocab_size)
+    return PointMass().bytes_per_token(vocab_size)
 
 
 def sample(experiment: Experiment, progress: Progress) -> Trajectories:

@@ -76,6 +76,23 @@ class SamplingState:
         """The same requests at other temperatures [B]."""
         return replace(self, temperature=temperature)
 
+    def with_filters(
+        self, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
+    ) -> SamplingState:
+        """The same requests with these filters in all of them; None leaves a filter as it is."""
+
+        def column(value: float | None, current: Tensor | None, off: float, dtype: torch.dtype) -> Tensor | None:
+            if value is None:
+                return current
+            return None if value == off else torch.full_like(self.temperature, value, dtype=dtype)
+
+        return replace(
+            self,
+            top_k=column(top_k, self.top_k, 0, torch.int64),
+            top_p=column(top_p, self.top_p, 1.0, torch.float64),
+            min_p=column(min_p, self.min_p, 0.0, torch.float64),
+        )
+
     def commit(self, emitted: Tensor) -> SamplingState:
         """The state after `emitted` [B, N] (padded with -1) was added to the outputs."""
         return replace(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import PAD, Dense, DraftLaw, DraftNoise, PointMass, Proposal
+from spectoolkit.datatypes import PAD, Dense, DraftLaw, DraftNoise, PointMass, Proposal, SamplingParams
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.draw import draw
 from spectoolkit.functional.ragged import append_rows, keep_last, pad_rows, put_rows, row_lengths, widen
@@ -50,15 +50,19 @@ class ModelDrafter:
         vocab_size: V of the target.
         ratio: draft temperature over the request's temperature.
         constant: draft temperature.
+        top_k, top_p, min_p: filters of the draft rows in the place of the request's; None is the request's own.
 
     Raises:
-        UsageError: not exactly one of `ratio` and `constant`, or a negative one.
+        UsageError: not exactly one of `ratio` and `constant`, a negative one, or a filter outside its range.
     """
 
     draft_model: LanguageModel
     vocab_size: int
     ratio: float | None = None
     constant: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
 
     sampled_law: ClassVar[type[DraftLaw]] = Dense
 
@@ -69,6 +73,10 @@ class ModelDrafter:
                 "drafter: expected exactly one of ratio and constant, as a number >= 0, "
                 f"got ratio={self.ratio!r}, constant={self.constant!r}"
             )
+        try:
+            SamplingParams(**{name: value for name, value in self._filters().items() if value is not None})
+        except UsageError as error:
+            raise UsageError(str(error).replace("sampling.", "drafter.")) from error
 
     @property
     def laws(self) -> tuple[type[DraftLaw], ...]:
@@ -77,6 +85,27 @@ class ModelDrafter:
     @property
     def is_argmax(self) -> bool:
         return self.constant == 0 or self.ratio == 0
+
+    def draft_probs(self, logits: Tensor, sampling: SamplingState, appended: Tensor) -> Tensor:
+        """q [B, Q, V] of draft logits [B, Q, V'] behind the tokens `appended` (see `SamplingState.probs`).
+
+        `sampling` holds the requests' own parameters.
+        """
+        filters = {name: value for name, value in self._filters().items() if value is not None}
+        sampling = sampling.with_temperature(self._draft_temperature(sampling.temperature)).with_filters(**filters)
+        return sampling.probs(fit_vocabulary(logits, self.vocab_size), appended, "draft")
+
+    def law_probs(self, probs: Tensor) -> Tensor:
+        """The rows [..., V] that tokens are drawn from, of q's rows `probs` [..., V]: here these themselves."""
+        return probs
+
+    def bytes_per_token(self, vocab_size: int) -> int:
+        """What the drafter's law keeps per draft token, in bytes at bf16."""
+        if self.is_argmax:
+            return PointMass().bytes_per_token(vocab_size)
+        noise = DraftNoise(torch.zeros((1, 1), dtype=torch.float64), torch.zeros((1, 1), dtype=torch.int64))
+        _, kept = self.sample(torch.full((1, vocab_size), 1 / vocab_size), noise, 0)
+        return self.sampled_law(*(part[:, None] for part in kept)).bytes_per_token(vocab_size)
 
     def sample(self, probs: Tensor, noise: DraftNoise, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Draft tokens [B] of q's rows `probs` [B, V] at draft position `index`, and what `sampled_law` keeps of them.
@@ -95,7 +124,6 @@ class ModelDrafter:
     def propose(
         self, state: ModelDraftState, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
     ) -> tuple[Proposal, ModelDraftState]:
-        sampling = sampling.with_temperature(self._draft_temperature(sampling.temperature))
         num_rows, num_draft_tokens = noise.uniforms.shape
         tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
         if num_draft_tokens == 0:
@@ -105,7 +133,7 @@ class ModelDrafter:
         for i in range(num_draft_tokens):
             if i > 0:
                 logits, cache = self.draft_model.score(cache, tokens[:, -1:])
-            probs = sampling.probs(fit_vocabulary(logits, self.vocab_size), tokens, "draft")[:, 0]
+            probs = self.draft_probs(logits, sampling, tokens)[:, 0]
             drawn, kept_of_row = self.sample(probs, noise, i)
             tokens = torch.cat([tokens, drawn[:, None]], dim=1)
             if not self.is_argmax:
@@ -146,6 +174,9 @@ class ModelDrafter:
         cache = self.draft_model.rollback(cache, state.num_committed)  # drops what was fed as filling
         last = row_lengths(state.pending) - 1
         return logits[torch.arange(len(last), device=last.device), last][:, None], cache
+
+    def _filters(self) -> dict[str, int | float | None]:
+        return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
 
     def _draft_temperature(self, target_temperature: Tensor) -> Tensor:
         if self.constant is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import DraftLaw, PointMass, Proposal
+from spectoolkit.datatypes import DraftLaw, DraftNoise, PointMass, Proposal
 from spectoolkit.sampling import SamplingState
 
 
@@ -23,7 +23,7 @@ class NoDrafter:
         return None
 
     def propose(
-        self, state: Any, sampling: SamplingState, max_tokens: Tensor, uniforms: Tensor
+        self, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
     ) -> tuple[Proposal, None]:
         nothing = torch.empty((len(max_tokens), 0), dtype=torch.int64, device=max_tokens.device)
         return Proposal(nothing, torch.zeros_like(max_tokens), PointMass()), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import DraftLaw, DraftNoise, TopM
@@ -37,9 +38,17 @@ class TopMDrafter(ModelDrafter):
             raise UsageError(f"drafter.keep: expected an integer >= 1, got {self.keep!r}")
 
     def sample(self, probs: Tensor, noise: DraftNoise, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        ids, kept = self._most_probable(probs)
+        drawn = draw(kept, noise.uniforms[:, index])
+        return ids.gather(-1, drawn[:, None]).squeeze(-1), (ids, kept)
+
+    def law_probs(self, probs: Tensor) -> Tensor:
+        ids, kept = self._most_probable(probs)
+        return torch.zeros_like(probs).scatter_(-1, ids, kept)
+
+    def _most_probable(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and renormalised probabilities [..., m]."""
         # In the order of the ids, so that a uniform gives much the same token as it would with the whole row.
         ids = probs.topk(min(self.keep, probs.shape[-1]), dim=-1).indices.sort(dim=-1).values
         kept = probs.gather(-1, ids)
-        kept = kept / kept.sum(-1, keepdim=True)
-        drawn = draw(kept, noise.uniforms[:, index])
-        return ids.gather(-1, drawn[:, None]).squeeze(-1), (ids, kept)
+        return ids, kept / kept.sum(-1, keepdim=True)

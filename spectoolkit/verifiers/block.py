@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spectoolkit.datatypes import Proposal, Uniforms, Verdict
+from spectoolkit.datatypes import DraftLaw, PointMass, Proposal, Uniforms, Verdict
 from spectoolkit.functional.acceptance import emitted_block, is_drafted, probs_of, take
+from spectoolkit.functional.conditional import GivenOutput, given_match, ratio
 from spectoolkit.functional.draw import draw
+from spectoolkit.functional.renewal import product_of_factors, running_minimum
 from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, residual_at, residual_masses
 
 
@@ -68,6 +70,12 @@ class Block:
         last = draw(weights, take(uniforms.emit, num_accepted))
         judged_alone = drafted & (uniforms.accept * q < p)
         return Verdict(num_accepted, emitted_block(tokens, num_accepted, last), judged_alone)
+
+    def given_output(self, law: type[DraftLaw]) -> GivenOutput:
+        """How acceptance of drafts of `law` follows from the output (`replay`)."""
+        if law is PointMass:
+            return GivenOutput(given_match, product_of_factors)
+        return GivenOutput(ratio, running_minimum)
 
     @staticmethod
     def _joint_ratio(p: Tensor, q: Tensor) -> Tensor:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from spectoolkit.datatypes import Dense, PointMass, Proposal, SharedNoise, TopM, Uniforms, Verdict
+from spectoolkit.datatypes import Dense, DraftLaw, PointMass, Proposal, SharedNoise, TopM, Uniforms, Verdict
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.acceptance import matched_block
+from spectoolkit.functional.conditional import GivenOutput, given_coupled, given_match
 from spectoolkit.functional.draw import gumbel_max
+from spectoolkit.functional.renewal import product_of_factors
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,7 @@ class Coupled:
             raise ContractError("uniforms.shared: expected the keys of the shared noise, got None")
         sampled = gumbel_max(target_probs, uniforms.shared)
         return Verdict(*matched_block(sampled, proposal.tokens, proposal.lengths))
+
+    def given_output(self, law: type[DraftLaw]) -> GivenOutput:
+        """How acceptance of drafts of `law` follows from the output (`replay`)."""
+        return GivenOutput(given_coupled if law is SharedNoise else given_match, product_of_factors)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from spectoolkit.datatypes import Dense, PointMass, Proposal, SharedNoise, TopM, Uniforms, Verdict
+from spectoolkit.datatypes import Dense, DraftLaw, PointMass, Proposal, SharedNoise, TopM, Uniforms, Verdict
 from spectoolkit.functional.acceptance import matched_block
+from spectoolkit.functional.conditional import GivenOutput, given_match
 from spectoolkit.functional.draw import draw
+from spectoolkit.functional.renewal import product_of_factors
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,7 @@ class Match:
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`."""
         return Verdict(*matched_block(draw(target_probs, uniforms.emit), proposal.tokens, proposal.lengths))
+
+    def given_output(self, law: type[DraftLaw]) -> GivenOutput:
+        """How acceptance of drafts of `law` follows from the output (`replay`)."""
+        return GivenOutput(given_match, product_of_factors)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import Proposal, Uniforms, Verdict
+from spectoolkit.datatypes import DraftLaw, PointMass, Proposal, Uniforms, Verdict
 from spectoolkit.functional.acceptance import emitted_block, is_drafted, prefix_length, probs_of, take
+from spectoolkit.functional.conditional import GivenOutput, given_match, given_rejection
 from spectoolkit.functional.draw import draw
+from spectoolkit.functional.renewal import product_of_factors
 from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, residual_at
 
 
@@ -50,3 +52,9 @@ class Rejection:
         weights = torch.where(is_bonus, target_row, residual_at(target_row, proposal, num_accepted))
         last = draw(weights, take(uniforms.emit, num_accepted))
         return Verdict(num_accepted, emitted_block(tokens, num_accepted, last), judged_alone=accepted)
+
+    def given_output(self, law: type[DraftLaw]) -> GivenOutput:
+        """How acceptance of drafts of `law` follows from the output (`replay`)."""
+        if law is PointMass:
+            return GivenOutput(given_match, product_of_factors)
+        return GivenOutput(given_rejection, product_of_factors)

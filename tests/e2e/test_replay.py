@@ -1,4 +1,4 @@
-"""Replay against the real verifiers: exactly on the toy, where every output can be weighed, and against live decoding."""
+"""Replay against the real verifiers: exactly on the toy, where every output can be weighed, and against decoding."""
 
 import dataclasses
 import functools
@@ -21,11 +21,11 @@ from spectoolkit.replay import Strategy, replay
 from spectoolkit.sampling import SamplingState
 from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
-from tests.helpers.enumerate import blocks
+from tests.helpers.enumerate import block_cells, emission
 from tests.helpers.tiny_models import tiny_model
-from tests.helpers.toys import VERIFIERS, drafters, requests, run, toy_pair
+from tests.helpers.toys import LOSSLESS, VERIFIERS, drafters, pairs, requests, run, toy_pair
 
-PROMPT = (1, 2)
+PROMPT = (1, 0)
 LENGTH = 5
 
 
@@ -75,9 +75,10 @@ def exact_run(
     def blocks_after(context: tuple[int, ...], num_drafts: int) -> dict:
         target_table = table_of(target, params, num_drafts + 1, context)
         if num_drafts == 0:
-            return {(0, (token,)): float(p) for token, p in enumerate(target_table[0])}
+            return {(token,): float(p) for token, p in enumerate(target_table[0])}
         draft_table = table_of(draft, draft_params, num_drafts, context)
-        return blocks(target_table, draft_table, draft_table if reported else None, verifier)
+        cells = block_cells if isinstance(verifier, Block) else None
+        return emission(target_table, draft_table, draft_table if reported else None, verifier, cells=cells).blocks
 
     expected = dict.fromkeys(("steps", "drafted", "accepted"), 0.0)
     reaches = {(): 1.0}
@@ -87,11 +88,11 @@ def exact_run(
             num_drafts = min(k, LENGTH - len(context) - 1)
             expected["steps"] += weight
             expected["drafted"] += weight * num_drafts
-            for (num_accepted, tokens), mass in blocks_after(context, num_drafts).items():
-                expected["accepted"] += weight * mass * num_accepted
+            for tokens, mass in blocks_after(context, num_drafts).items():
+                expected["accepted"] += weight * float(mass) * (len(tokens) - 1)
                 if len(context) + len(tokens) < LENGTH:
                     new = (*context, *tokens)
-                    following[new] = following.get(new, 0.0) + weight * mass
+                    following[new] = following.get(new, 0.0) + weight * float(mass)
         reaches = following
     return expected
 
@@ -113,7 +114,7 @@ def test_averaged_over_all_outputs_it_is_the_enumerated_run_of_the_real_verifier
 
 
 def test_coupled_against_the_integral_over_its_noise():
-    """Both take the least E_y / weight_y of exponential noise E: the chance that both take x, integrated numerically."""
+    """Both take the least E_y / weight_y of exponential noise E: the chance that both take x, by quadrature."""
     p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     target, draft = TabularModel(p), TabularModel(q)
     outputs, weights = all_outputs(target, SamplingParams())
@@ -137,14 +138,11 @@ def live_and_replayed(target, drafter, verifier, asked, k):
     return rows, replay(target, [Strategy(drafter, verifier, k)], outputs)[0][k - 1], outputs
 
 
-@pytest.mark.parametrize("drafter", ["argmax", "same_temperature", "temperature", "ngram", "top_m", "coupled", "none"])
-@pytest.mark.parametrize("verifier", ["rejection", "match", "block", "coupled"])
+@pytest.mark.parametrize(("drafter", "verifier"), pairs(LOSSLESS))
 def test_live_runs_scatter_around_the_replay_of_their_own_outputs(drafter, verifier):
-    """The mean difference is within 6.2 standard errors (false alarm below 1e-9 per count), end ids and limits included."""
+    """The mean difference is within 6.2 standard errors: false alarm below 1e-9 per count; ends and limits included."""
     target, draft = toy_pair(vocab_size=6, order=2, seed=2)
     make, rule = drafters(draft, 6)[drafter], VERIFIERS[verifier]
-    if not set(make.laws) <= set(rule.laws):
-        pytest.skip("the pair does not fit")
     params = [SamplingParams(temperature=t, top_p=p) for t, p in ((0.7, 1.0), (1.0, 0.9), (0.0, 1.0))]
     asked = requests(600, max_new_tokens=10, vocab_size=6, params=params, stop_ids=frozenset({4}))
     rows, counts, _ = live_and_replayed(target, make, rule, asked, 3)
@@ -161,7 +159,7 @@ def test_live_runs_scatter_around_the_replay_of_their_own_outputs(drafter, verif
 def test_the_test_above_sees_a_wrong_rule():
     """Replaying block verification as rejection is caught."""
     target, draft = toy_pair(vocab_size=6, order=2, seed=2)
-    asked = requests(600, max_new_tokens=10, vocab_size=6, params=[SamplingParams(temperature=0.7)])
+    asked = requests(2500, max_new_tokens=21, vocab_size=6, params=[SamplingParams(temperature=1.0)])
     drafter = ModelDrafter(draft, 6, ratio=1.0)
     rows, _, outputs = live_and_replayed(target, drafter, Block(), asked, 3)
     wrong = replay(target, [Strategy(drafter, Rejection(), 3)], outputs)[0][2]
@@ -201,7 +199,7 @@ def test_chunks_and_groups_change_nothing(rows, monkeypatch):
 def test_lossy_verifiers_are_refused_with_the_reason():
     target, draft = toy_pair()
     outputs = Trajectories(tuple(requests(1)), ((1, 2),), ("length",))
-    with pytest.raises(UsageError, match="Typical is not lossless.*decode it with engine=live"):
+    with pytest.raises(UsageError, match=r"Typical is not lossless.*decode it with engine=live"):
         replay(target, [Strategy(ModelDrafter(draft, 5, ratio=1.0), Typical(), 2)], outputs)
     with pytest.raises(UsageError, match="Typical is not lossless"):
         config.plan(["target=tabular", "draft_model=tabular", "engine=replay", "verifier=typical"])
@@ -244,7 +242,7 @@ def test_a_study_by_replay_samples_once_and_shares_the_outputs(tmp_path, monkeyp
 
 def test_cells_of_one_strategy_at_several_k_share_a_pass_and_equal_those_computed_alone(tmp_path):
     def lengths(*overrides):
-        folder = tmp_path / "-".join(overrides).replace("/", "")
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
         plan = config.plan([*TOY, f"folder={folder}", *overrides])
         plan.run()
         frames = [pd.read_parquet(folder / "cells" / f"{cell.fingerprint}.parquet") for cell in plan.cells]

@@ -83,10 +83,12 @@ class Emission:
     """Attributes:
     law: [V, .., V], the law of the first K + 1 tokens.
     reaches: [K], probability that at least 1, 2, .. drafts are accepted.
+    blocks: probability of every block that one step may emit.
     """
 
     law: Tensor
     reaches: Tensor
+    blocks: dict[tuple[int, ...], Tensor]
 
     @property
     def first_token(self) -> list[float]:
@@ -147,6 +149,7 @@ def emission(
     num_draft_tokens, vocab_size = len(drawn_from), target[0].shape[-1]
     law = torch.zeros((vocab_size,) * (num_draft_tokens + 1), dtype=torch.float64)
     reaches = torch.zeros(num_draft_tokens, dtype=torch.float64)
+    blocks: dict[tuple[int, ...], Tensor] = {}
     for drafts in itertools.product(range(drawn_from[0].shape[-1]), repeat=num_draft_tokens):
         weight = torch.stack([drawn_from[i][drafts[: i + 1]] for i in range(num_draft_tokens)]).prod()
         if weight == 0:
@@ -162,12 +165,13 @@ def emission(
         places = (vocab_size + 1) ** torch.arange(num_draft_tokens + 1)
         mass = torch.bincount(((emitted + 1) * places).sum(-1), weights=volumes)
         for code in mass.nonzero().flatten():
-            block_mass = mass[code]
             digits = (code // places % (vocab_size + 1)).tolist()
             tokens = tuple(digit - 1 for digit in digits if digit)
-            rest = [rows[tokens] for rows in target[len(tokens) :]]
-            law[tokens] += block_mass * law_of(rest) if rest else block_mass
-    return Emission(law, reaches)
+            blocks[tokens] = blocks.get(tokens, 0.0) + mass[code]
+    for tokens, mass in blocks.items():
+        rest = [rows[tokens] for rows in target[len(tokens) :]]
+        law[tokens] += mass * law_of(rest) if rest else mass
+    return Emission(law, reaches, blocks)
 
 
 def rows_along(target: Table, reported: Table | None, drafts: Sequence[int]) -> tuple[Tensor, Tensor]:
