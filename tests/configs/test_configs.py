@@ -103,7 +103,8 @@ def test_every_experiment_runs_on_the_toy_and_its_second_run_computes_nothing(ex
     def no_building(*_):
         raise AssertionError("a stored cell was computed again")
 
-    monkeypatch.setattr("spectoolkit.study.run_cell", no_building)
+    monkeypatch.setattr("spectoolkit.runner.run_live", no_building)
+    monkeypatch.setattr("spectoolkit.runner.run_replay", no_building)
     config.plan(overrides).run()
     assert (tmp_path / "table.csv").read_bytes() == table
 

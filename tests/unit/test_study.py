@@ -8,7 +8,8 @@ import pytest
 
 from spectoolkit import config
 from spectoolkit.errors import RunError
-from spectoolkit.study import Store, missing_requests, run_cells
+from spectoolkit.runner import missing_requests, run_cells
+from spectoolkit.study import Store
 
 TOY = ["target=tabular", "draft_model=tabular", "prompts.limit=3", "max_new_tokens=4", "+grid.seed=[0,1,2]"]
 
