@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: sweep test install wheel clean
+.PHONY: sweep test gpu-check install wheel clean
 
 sweep: install  ## the default study: acceptance length over temperature on the embedded model
 	$(BIN)/spectoolkit experiment=temperature_sweep $(ARGS)
 
 test: install  ## the whole test suite
 	$(BIN)/python -m pytest $(ARGS)
+
+gpu-check: install  ## on a machine with a GPU: its tests, then the engine benchmark
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	$(BIN)/spectoolkit experiment=engine_benchmark target.device=cuda folder=results/engine_benchmark_gpu
 
 install: $(INSTALLED)
 

@@ -1,0 +1,85 @@
+"""The same results on a GPU as on a CPU. Run where there is one: `make gpu-check`."""
+
+import pytest
+import torch
+
+from spectoolkit.datatypes import SamplingParams
+from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter
+from spectoolkit.functional.draw import draw
+from spectoolkit.functional.noise import Role, uniforms
+from spectoolkit.functional.warp import warp
+from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.layer_skip import skip_layers
+from spectoolkit.replay import Strategy, replay
+from spectoolkit.trajectories import Trajectories
+from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
+from tests.helpers.tiny_models import FAMILIES, tiny_model
+from tests.helpers.toys import outcome, requests, run
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+PARAMS = [
+    SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.2),
+    SamplingParams(temperature=0.0),
+    SamplingParams(top_k=7, min_p=0.01),
+]
+PAIRS = {
+    "argmax rejection": (lambda model: ModelDrafter(model, 40, constant=0.0), Rejection()),
+    "same_temperature rejection": (lambda model: ModelDrafter(model, 40, ratio=1.0), Rejection()),
+    "same_temperature block": (lambda model: ModelDrafter(model, 40, ratio=1.0), Block()),
+    "same_temperature typical": (lambda model: ModelDrafter(model, 40, ratio=1.0), Typical()),
+    "coupled coupled": (lambda model: CoupledDrafter(model, 40, ratio=1.0), Coupled()),
+    "ngram match": (lambda model: NGramDrafter(2, 1), Match()),
+}
+
+
+def on_gpu(model: CausalLM) -> CausalLM:
+    return CausalLM(model.hf_model.cuda(), model.tokenizer, model.name)
+
+
+def test_noise_is_the_same_to_the_last_bit():
+    arguments = [torch.tensor([3, 2**40]), torch.tensor([-5, 77]), torch.tensor([0, 9])]
+    for role in Role:
+        on_cpu = uniforms(*arguments, 50, role)
+        assert torch.equal(uniforms(*[a.cuda() for a in arguments], 50, role).cpu(), on_cpu)
+
+
+def test_warped_rows_and_draws():
+    logits = 4 * torch.randn(3, 5, 5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    settings = [torch.tensor([0.7, 0.0, 1.0]), torch.tensor([0, 0, 50]), torch.tensor([0.9, 1.0, 1.0])]
+    settings = [s.double() if s.is_floating_point() else s for s in settings]
+    probs = warp(logits, *settings, None)
+    on_gpu_probs = warp(logits.cuda(), *[s.cuda() for s in settings], None)
+    torch.testing.assert_close(on_gpu_probs.cpu(), probs, rtol=1e-12, atol=1e-15)
+    noise = torch.rand(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(draw(on_gpu_probs, noise.cuda()).cpu(), draw(probs, noise))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("pair", sorted(PAIRS))
+def test_decoding_gives_the_tokens_of_the_cpu(family, pair):
+    make, verifier = PAIRS[pair]
+    asked = requests(7, max_new_tokens=15, vocab_size=40, params=PARAMS)
+    target = tiny_model(family)
+    expected = run(target, make(skip_layers(target, [1])), verifier, asked)
+    target = on_gpu(tiny_model(family))
+    found = run(target, make(skip_layers(target, [1])), verifier, asked)
+    assert {key: outcome(one) for key, one in found.items()} == {key: outcome(one) for key, one in expected.items()}
+
+
+def test_replay_gives_the_counts_of_the_cpu():
+    asked = requests(7, max_new_tokens=15, vocab_size=40, params=PARAMS)
+    counts = []
+    for target in (tiny_model(), on_gpu(tiny_model())):
+        draft = skip_layers(target, [1])
+        strategies = [
+            Strategy(ModelDrafter(draft, 40, ratio=1.0), Block(), 4),
+            Strategy(CoupledDrafter(draft, 40, ratio=1.0), Coupled(), 4),
+            Strategy(NGramDrafter(2, 1), Rejection(), 4),
+        ]
+        if not counts:
+            done = run(target, strategies[2].drafter, Rejection(), asked)
+            outputs = Trajectories(tuple(asked), tuple(done[r.id].tokens for r in asked), ("length",) * len(asked))
+        counts.append(replay(target, strategies, outputs))
+    for one, other in zip(*counts, strict=True):
+        torch.testing.assert_close(one[3].accepted_at, other[3].accepted_at, rtol=1e-9, atol=1e-9)
