@@ -439,3 +439,32 @@ def test_shared_noise_raises_acceptance_to_the_formula():
         assert stats.binomtest(accepted, len(steps), rate).pvalue > 1e-9
         wrong = rates[ModelDrafter] if make is CoupledDrafter else rates[CoupledDrafter]
         assert stats.binomtest(accepted, len(steps), wrong).pvalue < 1e-9
+
+
+@pytest.mark.parametrize(("k", "first_position", "length"), [(1, 0.5, 1.5), (8, 1.0, 3.0)])
+def test_acceptance_at_the_first_position_depends_on_where_steps_start(k, first_position, length):
+    """A text that repeats easy, easy, hard: with long drafts every step starts at the first easy token."""
+    target = TabularModel(torch.eye(3, dtype=torch.float64)[[1, 2, 0]])
+    draft = TabularModel(torch.eye(3, dtype=torch.float64)[[1, 2, 1]])  # wrong behind token 2 only
+    asked = [Request("r", prompt=(0,), max_new_tokens=60)]
+    (completion,) = run(target, ModelDrafter(draft, 3, constant=0.0), Rejection(), asked, k).values()
+    steps = [step for step in completion.steps if step.drafted == k][:12]
+    assert sum(step.emitted for step in steps) / len(steps) == pytest.approx(length, abs=0.01)
+    assert sum(step.accepted > 0 for step in steps) / len(steps) == pytest.approx(first_position, abs=0.01)
+
+
+@pytest.mark.parametrize(("accepted", "kept"), [(1, 1), (3, 3), (4, 3)])
+def test_the_draft_cache_drops_what_was_rejected_and_lacks_the_last_of_a_fully_accepted_block(accepted, kept):
+    """Four drafts: three were fed. One accepted drops two of them; all accepted leaves one token to catch up with."""
+    _, draft = toy_pair()
+    drafter = ModelDrafter(draft, 5, ratio=1.0)
+    state = drafter.start([(1, 2)])
+    sampling = SamplingState.of(["r"], [SamplingParams()], [(1, 2)], [[]], 5)
+    noise = DraftNoise(torch.full((1, 4), 0.5, dtype=torch.float64))
+    proposal, state = drafter.propose(state, sampling, torch.tensor([4]), noise)
+    assert state.num_cached.tolist() == [2 + 3]
+    emitted = torch.cat([proposal.tokens[:, :accepted], torch.tensor([[0]])], dim=1)
+    state = drafter.commit(state, emitted)
+    assert state.num_cached.tolist() == [2 + kept]
+    assert state.cache.lengths.tolist() == [2 + kept]
+    assert state.pending.tolist() == [emitted[0, kept:].tolist()]
