@@ -22,6 +22,7 @@ NEEDS = {
     "prompts=datasets": [],
 }
 STUDIES_OF_REAL_MODELS = {"layer_skip_search", "engine_benchmark"}
+BENCHMARKS = {"replay_benchmark"}  # measure every time
 
 
 def options(group: str) -> list[str]:
@@ -92,7 +93,7 @@ def test_every_experiment_composes(experiment, size):
     assert plan.cells
 
 
-@pytest.mark.parametrize("experiment", sorted(set(options("experiment")) - STUDIES_OF_REAL_MODELS))
+@pytest.mark.parametrize("experiment", sorted(set(options("experiment")) - STUDIES_OF_REAL_MODELS - BENCHMARKS))
 def test_every_experiment_runs_on_the_toy_and_its_second_run_computes_nothing(experiment, tmp_path, monkeypatch):
     overrides = [f"experiment={experiment}", *TOY, f"folder={tmp_path}"]
     first = config.plan(overrides)
@@ -107,6 +108,13 @@ def test_every_experiment_runs_on_the_toy_and_its_second_run_computes_nothing(ex
     monkeypatch.setattr("spectoolkit.runner.run_replay", no_building)
     config.plan(overrides).run()
     assert (tmp_path / "table.csv").read_bytes() == table
+
+
+@pytest.mark.parametrize("experiment", sorted(BENCHMARKS))
+def test_every_benchmark_runs_on_the_toy(experiment, tmp_path):
+    shown = config.plan([f"experiment={experiment}", *TOY, f"folder={tmp_path}", "num_draft_tokens=2"]).run()
+    assert "200 cells" in shown
+    assert (tmp_path / "manifest.json").exists()
 
 
 def test_the_sweep_has_a_row_per_cell_and_equal_strategies_at_temperature_zero(tmp_path):
