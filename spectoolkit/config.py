@@ -249,7 +249,7 @@ def _cell(config: dict[str, Any], choices: Mapping[str, str], loaders: _Loaders,
     engine = config["engine"]
     with _collecting(errors):
         if drafter is not None and verifier is not None and engine != "live":
-            engine = _engine(engine, drafter, verifier)
+            engine = _engine(engine, drafter, verifier, is_greedy=params.temperature == 0)
 
     settings = dict(_flatten({key: value for key, value in config.items() if key not in NOT_OF_A_CELL}))
     settings |= {f"{group}.name": choice for group, choice in choices.items()}
@@ -309,14 +309,14 @@ def _cell(config: dict[str, Any], choices: Mapping[str, str], loaders: _Loaders,
     return Cell(settings, identity, text_identity, len(prompts) * config["samples_per_prompt"], build)
 
 
-def _engine(asked: str, drafter: Drafter, verifier: Verifier) -> str:
+def _engine(asked: str, drafter: Drafter, verifier: Verifier, *, is_greedy: bool) -> str:
     """ "replay" where that is exact, "live" elsewhere.
 
     Raises:
         UsageError: a replay was asked for that would not be exact.
     """
     try:
-        check_replayable(drafter, verifier)
+        check_replayable(drafter, verifier, is_greedy=is_greedy)
     except UsageError:
         if asked == "replay":
             raise

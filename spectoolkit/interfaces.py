@@ -111,7 +111,8 @@ class Drafter(Protocol):
 class Verifier(Protocol):
     """Decides how much of a proposal becomes output. Pure: same arguments, same verdict.
 
-    A lossless rule may also have `given_output(law) -> functional.conditional.GivenOutput`; then it can be replayed.
+    A lossless rule may also have `given_output(law) -> functional.conditional.GivenOutput`; then it can be replayed. So
+    may a lossy one whose property `is_exact_when_greedy` is True, at temperature 0.
 
     Attributes:
         laws: the draft laws it can judge.

@@ -46,14 +46,18 @@ class Strategy:
         return self.verifier.given_output(law)  # type: ignore[attr-defined]
 
 
-def check_replayable(drafter: Drafter, verifier: Verifier) -> None:
+def check_replayable(drafter: Drafter, verifier: Verifier, *, is_greedy: bool) -> None:
     """Refuse what a replay cannot compute exactly.
+
+    Args:
+        is_greedy: whether all requests have temperature 0, where some lossy rules are exact (`is_exact_when_greedy`).
 
     Raises:
         UsageError: a lossy verifier, or one that does not say how its acceptance follows from the output.
     """
     name = type(verifier).__name__
-    if not verifier.is_lossless:
+    is_exact = verifier.is_lossless or (is_greedy and getattr(verifier, "is_exact_when_greedy", False))
+    if not is_exact:
         raise UsageError(
             f"engine=replay: {name} is not lossless: its outputs do not follow the target's law, so that text sampled "
             "from the target says nothing about it; decode it with engine=live"
@@ -88,8 +92,9 @@ def replay(
         UsageError: what `check_replayable` refuses.
         InvalidLogitsError: a model returned a row from which no distribution follows.
     """
+    is_greedy = all(request.params.temperature == 0 for request in trajectories.requests)
     for strategy in strategies:
-        check_replayable(strategy.drafter, strategy.verifier)
+        check_replayable(strategy.drafter, strategy.verifier, is_greedy=is_greedy)
     parts: list[list[list[renewal.ExpectedCounts]]] = [[] for _ in strategies]
     order = sorted(range(len(trajectories.outputs)), key=lambda i: len(trajectories.outputs[i]))
     for begin in range(0, len(order), BATCH):

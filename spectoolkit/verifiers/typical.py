@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import PAD, Dense, PointMass, Proposal, SharedNoise, TopM, Uniforms, Verdict
+from spectoolkit.datatypes import PAD, Dense, DraftLaw, PointMass, Proposal, SharedNoise, TopM, Uniforms, Verdict
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import (
     TYPICAL_TOLERANCE,
@@ -20,7 +20,9 @@ from spectoolkit.functional.acceptance import (
     take,
     typical_threshold,
 )
+from spectoolkit.functional.conditional import GivenOutput, given_match
 from spectoolkit.functional.draw import draw
+from spectoolkit.functional.renewal import product_of_factors
 
 Recovery = Literal["sample", "argmax", "first_only"]
 
@@ -65,6 +67,15 @@ class Typical:
             raise UsageError(f"verifier.delta: expected a finite number > 0, got {self.delta!r}")
         if self.recovery not in get_args(Recovery):
             raise UsageError(f"verifier.recovery: expected one of {get_args(Recovery)}, got {self.recovery!r}")
+
+    @property
+    def is_exact_when_greedy(self) -> bool:
+        """Whether this is exact match at temperature 0: a one-hot row has H = 0, and only its own token may exceed."""
+        return self.recovery != "first_only" and min(self.epsilon, self.delta) * (1 + TYPICAL_TOLERANCE) < 1
+
+    def given_output(self, law: type[DraftLaw]) -> GivenOutput:
+        """How acceptance of drafts of `law` follows from a greedy output (`replay`); from no other one."""
+        return GivenOutput(given_match, product_of_factors)
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`."""

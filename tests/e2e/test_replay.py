@@ -205,6 +205,19 @@ def test_lossy_verifiers_are_refused_with_the_reason():
         config.plan(["target=tabular", "draft_model=tabular", "engine=replay", "verifier=typical"])
 
 
+def test_typical_acceptance_is_replayed_where_it_is_exact_match():
+    """At temperature 0 live and replay agree to the last step; with other parameters the rule accepts nothing there."""
+    target, draft = toy_pair()
+    asked = requests(9, params=[SamplingParams(temperature=0.0)])
+    rows, counts, _ = live_and_replayed(target, ModelDrafter(draft, 5, constant=0.0), Typical(), asked, 3)
+    assert rows["steps"].tolist() == counts.steps[:, 0].tolist()
+    assert rows["accepted"].tolist() == counts.accepted[:, 0].tolist()
+    assert 0 < rows["accepted"].sum() < rows["drafted"].sum()
+    for verifier in (Typical(recovery="first_only"), Typical(epsilon=1.0, delta=1.0)):
+        with pytest.raises(UsageError, match="is not lossless"):
+            live_and_replayed(target, ModelDrafter(draft, 5, constant=0.0), verifier, asked, 3)
+
+
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_nan_names_model_request_and_position(side):
     good = random_tabular(5, 2)
