@@ -6,8 +6,10 @@ enters a class. `plan` composes every cell of a study, checks all of them, and l
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cache
@@ -19,7 +21,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from spectoolkit.datatypes import Request, SamplingParams
@@ -75,7 +77,8 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
     Raises:
         UsageError: everything that is wrong with the configuration, in one message.
     """
-    base, _ = _compose(tuple(overrides))
+    compose_once = cache(_compose)  # most points of a grid differ in values only, and composing is slow
+    base = _resolved(compose_once(tuple(overrides))[0], {})
     axes = dict(_axes(base.get("grid") or {}))
     cases = _cases(base.get("cases") or [])
     varied = list(dict.fromkeys([*axes, *(_axis_of(key) for case in cases for key in case)]))
@@ -84,11 +87,12 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
     cells: list[Cell] = []
     loaders = _Loaders()
     for case, *values in itertools.product(cases or [{}], *axes.values()):
-        chosen = {**dict(zip(axes, values, strict=True)), **case}
-        point = tuple(f"{key}={_to_override(value)}" for key, value in chosen.items())
+        point = {**dict(zip(axes, values, strict=True)), **case}
+        options = tuple(f"{key}={value}" for key, value in point.items() if key in GROUPS)
+        settings = {key: value for key, value in point.items() if key not in GROUPS}
         with _collecting(errors):
-            config, choices = _compose((*overrides, *point))
-            cells.append(_cell(config, choices, loaders, errors))
+            config, choices = compose_once((*overrides, *options))
+            cells.append(_cell(_resolved(config, settings), choices, loaders, errors))
     study = base["study"]
     with _collecting(errors):
         _check_signature("study", study, provided=("cells", "store", "axes", "config"))
@@ -110,8 +114,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
     _compose(tuple(overrides))
 
 
-def _compose(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The resolved config as plain containers, and the chosen option of every group."""
+def _compose(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
+    """The config, and the chosen option of every group."""
     try:
         if GlobalHydra.instance().is_initialized():
             config = compose("config", overrides=list(overrides), return_hydra_config=True)
@@ -119,11 +123,32 @@ def _compose(overrides: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]
             with initialize_config_dir(str(config_folder()), version_base="1.3"):
                 config = compose("config", overrides=list(overrides), return_hydra_config=True)
         choices = {group: config.hydra.runtime.choices[group] for group in GROUPS}
-        OmegaConf.set_struct(config, False)
-        del config["hydra"]
-        return _containers(config), choices
+        with open_dict(config):
+            del config["hydra"]
+        return config, choices
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(str(error).strip()) from error
+
+
+def _resolved(config: DictConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with these settings, as plain containers.
+
+    Raises:
+        UsageError: a setting that the config does not have, or an interpolation that cannot be resolved.
+    """
+    try:
+        if settings:
+            config = copy.deepcopy(config)
+        for key, value in settings.items():
+            if OmegaConf.select(config, key, default=_NOTHING, throw_on_missing=False) is _NOTHING:
+                raise UsageError(f"{key}: the chosen options have no such setting, so that a grid cannot vary it")
+            OmegaConf.update(config, key, value, merge=False)
+        return _containers(config)
+    except OmegaConfBaseException as error:
+        raise UsageError(str(error).strip()) from error
+
+
+_NOTHING = object()
 
 
 def _containers(config: DictConfig) -> dict[str, Any]:
@@ -165,17 +190,6 @@ def _refuse_overridden(varied: Sequence[str], overrides: Sequence[str]) -> None:
             )
 
 
-def _to_override(value: Any) -> str:
-    """A value in the syntax of Hydra's command line."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_to_override(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(_to_override(item) for item in value) + "]"
-    if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
-    return str(value)
-
-
 class _Loaders:
     """Loads each model and prompt set once, however many cells share it."""
 
@@ -200,11 +214,11 @@ class _Loaders:
 
 
 def _freeze(node: Mapping[str, Any]) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(dict(node)))
+    return json.dumps(node, sort_keys=True)
 
 
 def _thaw(node: str) -> dict[str, Any]:
-    return _containers(OmegaConf.create(node))  # type: ignore[arg-type]
+    return json.loads(node)
 
 
 def _cell(config: dict[str, Any], choices: Mapping[str, str], loaders: _Loaders, errors: dict[str, None]) -> Cell:

