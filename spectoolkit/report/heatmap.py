@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
@@ -19,7 +23,7 @@ from spectoolkit.report.text import number, short, value_text
 
 TARGET, DRAFT = "sampling.temperature", "drafter.constant"
 ARGMAX_GAP = 0.35  # columns between argmax, a point mass, and the draft temperatures above 0
-_MAP = "Blues"  # one hue, light to dark: reads the same in grey
+_MAP = ListedColormap(colormaps["Blues"](np.linspace(0.0, 0.8, 256)))  # one hue, light to dark: the same in grey
 _INK, _PAPER, _FRAME = "#222222", "#FFFFFF", "#D55E00"
 
 
@@ -51,8 +55,7 @@ def heat_map(
     values = np.full((len(targets), len(drafts)), np.nan)
     for row in overall.to_dict("records"):
         values[targets.index(row[TARGET]), drafts.index(row[DRAFT])] = row[metric]
-    at = np.arange(len(drafts), dtype=float)
-    at[np.array(drafts) == 0] -= ARGMAX_GAP
+    at = [j - ARGMAX_GAP * (draft == 0) for j, draft in enumerate(drafts)]
     with style.paper():
         ax.grid(False)
         for side in ax.spines.values():
@@ -66,10 +69,10 @@ def heat_map(
         width_pt = ax.get_window_extent().width * 72 / ax.figure.dpi / (at[-1] - at[0] + 1)
         fits = text_width_pt(number(high), style.SMALL_PT) + 1 <= width_pt
         for (i, j), value in np.ndenumerate(values):
-            colour = colours.to_rgba(value) if np.isfinite(value) else (1.0, 1.0, 1.0, 1.0)
+            colour = tuple(np.ravel(colours.to_rgba(value))) if np.isfinite(value) else (1.0, 1.0, 1.0, 1.0)
             ax.add_patch(Rectangle((at[j] - 0.5, i - 0.5), 1, 1, facecolor=colour, edgecolor=_PAPER, linewidth=0.6))
             if fits:
-                ink = _INK if _luminance(colour) > 0.4 else _PAPER
+                ink = _INK if _luminance(colour) > 0.2 else _PAPER
                 ax.text(at[j], i, number(value), fontsize=style.SMALL_PT, color=ink, ha="center", va="center", zorder=5)
         if not fits:
             ax.figure.colorbar(colours, ax=ax, label=AXIS_LABELS.get(metric, short(metric)))
@@ -94,18 +97,19 @@ def loss_dots(ax: Axes, best: pd.DataFrame) -> Axes:
     check_rows(best, [TARGET, *(f"loss_{name}{end}" for name in names for end in ("", "_low", "_high"))], [TARGET])
     best = best.sort_values(TARGET)
     with style.paper():
-        looks = style.line_styles(names)
+        looks: dict[object, dict[str, Any]] = style.line_styles(names)
         for (name, label), aside in zip(names.items(), (0.14, -0.14), strict=True):
             columns = best[[f"loss_{name}{end}" for end in ("", "_low", "_high")]].to_numpy(dtype=float)
             rows = np.arange(len(best)) + aside
             ax.hlines(rows, columns[:, 1], columns[:, 2], color=looks[name]["color"], linewidth=1.2)
-            ax.plot(columns[:, 0], rows, label=label, **(looks[name] | {"linestyle": "none"}), clip_on=False, zorder=3)
+            look = looks[name] | {"linestyle": "none", "markersize": 3.8}
+            ax.plot(columns[:, 0], rows, label=label, **look, clip_on=False, zorder=3)
         ax.axvline(0, color=_INK, linewidth=0.6, zorder=1)
         ax.set_ylim(-0.5, len(best) - 0.5)
         ax.set_yticks(range(len(best)), [value_text(float(target)) for target in best[TARGET]])
         ax.grid(axis="y", visible=False)
         ax.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-        ax.set_xlabel("lost against the best\n(tokens per target forward)")
+        ax.set_xlabel("lost against the best\n(tokens per forward)")
     return ax
 
 
@@ -118,7 +122,7 @@ def draft_temperature_figure(overall: pd.DataFrame, best: pd.DataFrame, width_in
         width_in: of the figure.
     """
     height_in = 0.95 + 0.34 * len(best)
-    left, right, bottom, top, gap, second = 0.48, 0.12, 0.52, 0.28, 0.16, 1.12
+    left, right, bottom, top, gap, second = 0.48, 0.14, 0.52, 0.28, 0.16, 1.14
     with style.paper():
         fig = Figure(figsize=(width_in, height_in))
         FigureCanvasAgg(fig)
@@ -128,7 +132,7 @@ def draft_temperature_figure(overall: pd.DataFrame, best: pd.DataFrame, width_in
         losses = fig.add_axes(((left + first + gap) / width_in, bottom / height_in, second / width_in, inner))
         heat_map(heat, overall, best)
         heat.set_title(
-            "acceptance length (tokens per target forward)  □ best, bar: 95 % interval  - - equal temperatures",
+            "acceptance length (tokens per target forward);  □ the best, bar: its 95 % interval;  - - equal temperatures",
             loc="left",
             fontsize=style.SMALL_PT,
             pad=5,
@@ -136,22 +140,27 @@ def draft_temperature_figure(overall: pd.DataFrame, best: pd.DataFrame, width_in
         loss_dots(losses, best)
         losses.tick_params(labelleft=False)
         losses.legend(
-            loc="lower right", bbox_to_anchor=(1.04, 0.99), frameon=False, borderpad=0, handletextpad=0.1, labelspacing=0.1
+            loc="lower right",
+            bbox_to_anchor=(1.04, 0.99),
+            frameon=False,
+            borderpad=0,
+            handletextpad=0.1,
+            labelspacing=0.1,
         )
     return fig
 
 
-def _equal_temperatures(ax: Axes, targets: list[float], drafts: list[float], at: np.ndarray) -> None:
+def _equal_temperatures(ax: Axes, targets: list[float], drafts: list[float], at: list[float]) -> None:
     """Pieces of the line draft = target between the numbers of neighbouring rows."""
     inside = [(i, float(np.interp(t, drafts, at))) for i, t in enumerate(targets) if drafts[0] <= t <= drafts[-1]]
-    ends = [(x, i + edge) for i, x in inside for edge in (-0.5 if i == inside[0][0] else -0.22, 0.22)]
-    ends = [*ends[:-1], (ends[-1][0], ends[-1][1] + 0.28)] if ends else []
-    for (x0, y0), (x1, y1) in [*zip(ends[1:-1:2], ends[2::2], strict=False)]:
+    for (i, x), (j, other) in pairwise(inside):
         for colour, width in ((_PAPER, 2.2), (_INK, 1.0)):
-            ax.plot([x0, x1], [y0, y1], color=colour, linewidth=width, linestyle=(0, (2.5, 1.2)), zorder=4)
+            ax.plot(
+                [x, other], [i + 0.22, j - 0.22], color=colour, linewidth=width, linestyle=(0, (2.5, 1.2)), zorder=4
+            )
 
 
-def _best(ax: Axes, best: pd.DataFrame, targets: list[float], drafts: list[float], at: np.ndarray) -> None:
+def _best(ax: Axes, best: pd.DataFrame, targets: list[float], drafts: list[float], at: list[float]) -> None:
     check_rows(best, [TARGET, "best", "best_low", "best_high"], unique=[TARGET])
     for row in best.to_dict("records"):
         i, j = targets.index(row[TARGET]), drafts.index(row["best"])
@@ -165,5 +174,6 @@ def _best(ax: Axes, best: pd.DataFrame, targets: list[float], drafts: list[float
 
 
 def _luminance(colour: tuple[float, ...]) -> float:
-    red, green, blue = colour[:3]
+    """Relative luminance of an sRGB colour (WCAG 2.1): above about 0.2, dark ink has the better contrast."""
+    red, green, blue = (((c + 0.055) / 1.055) ** 2.4 if c > 0.04045 else c / 12.92 for c in colour[:3])
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -16,12 +16,10 @@ from spectoolkit.report import style
 from spectoolkit.report.plots import acceptance_length_sweep, check_rows, label_of, set_length_limits
 
 K = "num_draft_tokens"
-_SPEEDUP = ["strategy", "cost_ratio", K, "speedup", "speedup_low", "speedup_high", "is_best"]
+_SPEEDUP = ["strategy", "cost_ratio", "draft_cost", K, "speedup", "speedup_low", "speedup_high", "is_best"]
 
 
-def speedup_over_length(
-    ax: Axes, found: pd.DataFrame, looks: Mapping[object, Mapping[str, Any]] | None = None
-) -> Axes:
+def speedup_over_length(ax: Axes, found: pd.DataFrame, looks: Mapping[object, Mapping[str, Any]] | None = None) -> Axes:
     """Expected speed-up over K at one cost ratio, one line per strategy; a ring marks the best K of each.
 
     Args:
@@ -35,7 +33,7 @@ def speedup_over_length(
     check_rows(found, _SPEEDUP, unique=["strategy", K])
     looks = style.line_styles(found["strategy"]) if looks is None else looks
     acceptance_length_sweep(ax, found, x=K, line="strategy", metric="speedup", looks=looks, label_ends=False)
-    for row in found[found["is_best"]].to_dict("records"):
+    for row in pd.DataFrame(found[found["is_best"]]).to_dict("records"):
         colour = looks[row["strategy"]]["color"]
         ring = {"marker": "o", "markersize": 9.5, "markerfacecolor": "none", "markeredgewidth": 1.1}
         ax.plot([row[K]], [row["speedup"]], color=colour, clip_on=False, zorder=4, **ring)
@@ -56,7 +54,9 @@ def draft_length_figure(overall: pd.DataFrame, found: pd.DataFrame, width_in: fl
     height_in, left, bottom, top, wide_gap, gap, right = 2.35, 0.58, 0.42, 0.46, 0.68, 0.12, 0.12
     each = (width_in - left - wide_gap - right - gap * (len(ratios) - 1)) / (len(ratios) + 1)
     if each < 0.6:
-        raise UsageError(f"cost ratios: expected at most as many as fit {width_in} in beside each other, got {len(ratios)}")
+        raise UsageError(
+            f"cost ratios: expected at most as many as fit {width_in} in beside each other, got {len(ratios)}"
+        )
     with style.paper():
         fig = Figure(figsize=(width_in, height_in))
         FigureCanvasAgg(fig)
@@ -74,7 +74,9 @@ def draft_length_figure(overall: pd.DataFrame, found: pd.DataFrame, width_in: fl
             if i:
                 ax.set_ylabel("")
                 ax.tick_params(labelleft=False)
-        handles = [Line2D([], [], **look, label=label_of(name)) for name, look in looks.items()]
+        free = {name for name, rows in found.groupby("strategy") if not rows["draft_cost"].any()}
+        texts = {name: label_of(name) + (" (c = 0)" if name in free and any(ratios) else "") for name in looks}
+        handles = [Line2D([], [], **look, label=texts[name]) for name, look in looks.items()]
         ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none", "linestyle": "none", "color": "#555555"}
         handles.append(Line2D([], [], **ring, label="best K"))
         fig.legend(

@@ -55,8 +55,8 @@ def expected_speedups(
     """AL / (1 + c K) of every strategy, cost ratio and K (`functional.theory.speedup`).
 
     The intervals are those of AL: costs are taken as exact. `is_best` marks the K of the largest speed-up within the
-    grid (of equal ones the smallest); `best_low` and `best_high` are the percentiles (2.5 %, 97.5 %) of that K over draws
-    of prompts.
+    grid (of equal ones the smallest); `best_low` and `best_high` are the percentiles (2.5 %, 97.5 %) of that K over
+    draws of prompts.
 
     Args:
         cells: one per strategy and K.
@@ -67,7 +67,9 @@ def expected_speedups(
         UsageError: several cells of one strategy and K.
     """
     names = strategies(cells)
-    found = places([{"strategy": name, K: cell.settings[K]} for name, cell in zip(names, cells, strict=True)], ("strategy", K))
+    found = places(
+        [{"strategy": name, K: cell.settings[K]} for name, cell in zip(names, cells, strict=True)], ("strategy", K)
+    )
     rows: list[dict[str, Any]] = []
     for name in dict.fromkeys(names):
         lengths = sorted(k for other, k in found if other == name)
@@ -94,15 +96,16 @@ def expected_speedups(
 def findings(found: pd.DataFrame) -> list[str]:
     """Paragraphs of table.md."""
     shown: dict[str, dict[str, str]] = {}
-    for row in found[found["is_best"]].to_dict("records"):
+    for row in pd.DataFrame(found[found["is_best"]]).to_dict("records"):
         best = {"best": row[K], "best_low": row["best_low"], "best_high": row["best_high"]}
         line = shown.setdefault(row["strategy"], {"strategy": row["strategy"]})
         line[f"best K at c = {row['cost_ratio']:g}"] = text.with_interval(best, "best", 0)
         line[f"speed-up at c = {row['cost_ratio']:g}"] = text.with_interval(row, "speedup")
     explanation = (
-        f"Speed-up: AL / (1 + c K) over plain decoding, K up to {found[K].max()}, c the time of one draft token over that "
-        "of one target forward, a target forward taken to cost the same for one token and for K + 1 (Leviathan et al., "
-        "arXiv 2211.17192, theorem 3.8, with the measured AL). A drafter without a draft model is taken to cost nothing: "
-        "c = 0 in every column. Costs are exact in the intervals; a best K at the largest K of the grid may lie beyond it."
+        f"Speed-up: AL / (1 + c K) over plain decoding, K up to {found[K].max()}, c the time of one draft token over "
+        "that of one target forward, a target forward taken to cost the same for one token and for K + 1 (Leviathan et "
+        "al., arXiv 2211.17192, theorem 3.8, with the measured AL). A drafter without a draft model is taken to cost "
+        "nothing: c = 0 in every column. Costs are exact in the intervals; a best K that is the largest of the grid may "
+        "lie beyond it."
     )
     return ["## Best number of draft tokens", text.grid(list(shown.values())), explanation]

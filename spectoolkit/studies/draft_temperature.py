@@ -33,7 +33,9 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
     built = tables.build(results, axes, {DRAFT: 0.0})
     best = best_draft_temperatures(results)
     files.replace_text(store.folder / "best.csv", best.to_csv(index=False, lineterminator="\n"))
-    return write(store, cells, config, built, TITLE, heatmap.draft_temperature_figure(built.overall, best), findings(best))
+    return write(
+        store, cells, config, built, TITLE, heatmap.draft_temperature_figure(built.overall, best), findings(best)
+    )
 
 
 def check(points: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], int]:
@@ -102,9 +104,9 @@ def findings(best: pd.DataFrame) -> list[str]:
         for row in best.to_dict("records")
     ]
     explanation = (
-        "AL: pooled acceptance length, tokens per target forward. Lost: AL at the best draft temperature minus AL at the "
-        "target's own temperature and at argmax (draft temperature 0), paired by prompt. The interval of the best draft "
-        "temperature is that of the argmax over draws of prompts; the intervals of the losses hold the best one fixed, and "
-        "since it was chosen as the maximum on the same prompts, losses are a little overstated."
+        "AL: pooled acceptance length, tokens per target forward. Lost: AL at the best draft temperature minus AL at "
+        "the target's own temperature and at argmax (draft temperature 0), paired by prompt. The interval of the best "
+        "draft temperature is that of the argmax over draws of prompts; the intervals of the losses hold the best one "
+        "fixed, and since it was chosen as the maximum on the same prompts, losses are a little overstated."
     )
     return ["## Best draft temperature", text.grid(shown), explanation]

@@ -52,11 +52,15 @@ def places(points: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[tup
     for i, settings in enumerate(points):
         missing = [key for key in keys if settings.get(key) is None]
         if missing:
-            raise UsageError(f"cells: expected every cell to have the settings {', '.join(keys)}, no {missing[0]} in {i}")
+            raise UsageError(
+                f"cells: expected every cell to have the settings {', '.join(keys)}, no {missing[0]} in {i}"
+            )
         point = tuple(settings[key] for key in keys)
         if point in found:
             where = ", ".join(f"{key}={value}" for key, value in zip(keys, point, strict=True))
-            raise UsageError(f"cells: this study has no place for axes other than {', '.join(keys)}; several at {where}")
+            raise UsageError(
+                f"cells: this study has no place for axes other than {', '.join(keys)}; several at {where}"
+            )
         found[point] = i
     return found
 
