@@ -132,7 +132,7 @@ def draft_temperature_figure(overall: pd.DataFrame, best: pd.DataFrame, width_in
         losses = fig.add_axes(((left + first + gap) / width_in, bottom / height_in, second / width_in, inner))
         heat_map(heat, overall, best)
         heat.set_title(
-            "acceptance length (tokens per target forward);  □ the best, bar: its 95 % interval;  - - equal temperatures",
+            "acceptance length (tokens per target forward);  □ best, bar: its 95 % interval;  - - equal temperatures",
             loc="left",
             fontsize=style.SMALL_PT,
             pad=5,
@@ -154,10 +154,8 @@ def _equal_temperatures(ax: Axes, targets: list[float], drafts: list[float], at:
     """Pieces of the line draft = target between the numbers of neighbouring rows."""
     inside = [(i, float(np.interp(t, drafts, at))) for i, t in enumerate(targets) if drafts[0] <= t <= drafts[-1]]
     for (i, x), (j, other) in pairwise(inside):
-        for colour, width in ((_PAPER, 2.2), (_INK, 1.0)):
-            ax.plot(
-                [x, other], [i + 0.22, j - 0.22], color=colour, linewidth=width, linestyle=(0, (2.5, 1.2)), zorder=4
-            )
+        ax.plot([x, other], [i + 0.22, j - 0.22], color=_PAPER, linewidth=2.2, zorder=4)
+        ax.plot([x, other], [i + 0.22, j - 0.22], color=_INK, linewidth=1.0, linestyle=(0, (2.5, 1.2)), zorder=4)
 
 
 def _best(ax: Axes, best: pd.DataFrame, targets: list[float], drafts: list[float], at: list[float]) -> None:

@@ -74,7 +74,7 @@ def draft_length_figure(overall: pd.DataFrame, found: pd.DataFrame, width_in: fl
             if i:
                 ax.set_ylabel("")
                 ax.tick_params(labelleft=False)
-        free = {name for name, rows in found.groupby("strategy") if not rows["draft_cost"].any()}
+        free = set(found["strategy"]) - set(found.loc[found["draft_cost"] > 0, "strategy"])
         texts = {name: label_of(name) + (" (c = 0)" if name in free and any(ratios) else "") for name in looks}
         handles = [Line2D([], [], **look, label=texts[name]) for name, look in looks.items()]
         ring = {"marker": "o", "markersize": 8, "markerfacecolor": "none", "linestyle": "none", "color": "#555555"}

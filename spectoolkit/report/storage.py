@@ -25,8 +25,8 @@ _LINEAR_TO = 10.0  # bytes up to which the axis is linear, so that 0 has a place
 def length_over_bytes(ax: Axes, found: pd.DataFrame, upper: str | None = None) -> Axes:
     """Acceptance length against bytes per draft token at one temperature, one labelled dot with interval per strategy.
 
-    The x axis is linear up to 10 bytes and logarithmic beyond. Looks say what is kept of the draft law (`kept`: nothing,
-    a part, the whole row); strategies that keep a part are joined by a line.
+    The x axis is linear up to 10 bytes and logarithmic beyond. Looks say what is kept of the draft law (`kept`:
+    nothing, a part, the whole row); strategies that keep a part are joined by a line.
 
     Args:
         ax: the axes, of final size.
@@ -39,7 +39,7 @@ def length_over_bytes(ax: Axes, found: pd.DataFrame, upper: str | None = None) -
     check_rows(found, ["strategy", "label", "kept", BYTES, *_LENGTH], unique=["strategy"])
     with style.paper():
         looks: dict[Any, dict[str, Any]] = style.line_styles(KEPT)
-        largest = float(found[BYTES].max())
+        largest = max(found[BYTES].tolist())
         ax.set_xscale("symlog", linthresh=_LINEAR_TO, linscale=1.35, subs=[])
         ax.set_xlim(-1.6, max(largest, 2 * _LINEAR_TO) * 2.2)
         set_length_limits(ax, found, _LENGTH[0], None)
@@ -47,16 +47,12 @@ def length_over_bytes(ax: Axes, found: pd.DataFrame, upper: str | None = None) -
         for kept, look in looks.items():
             rows = pd.DataFrame(found[found["kept"] == kept]).sort_values(by=[BYTES])
             x, y, low, high = pd.DataFrame(rows, columns=[BYTES, *_LENGTH]).to_numpy(dtype=float).T
-            look = look | {"linestyle": look["linestyle"] if kept == "part" else "none"}
+            look: dict[str, Any] = look | ({} if kept == "part" else {"linestyle": "none"})
             ax.vlines(x, low, high, color=look["color"], linewidth=1.0, zorder=2)
             ax.plot(x, y, clip_on=False, zorder=3, **look)
             dots[kept] = dict(zip(map(label_of, rows["label"]), zip(x, y, strict=True), strict=True))
-            for label, at, bottom in zip(dots[kept], x, np.fmin(y, low), strict=True):
-                if kept == "part":
-                    ax.annotate(
-                        label, (at, bottom), xytext=(0, -3), textcoords="offset points", ha="center", va="top",
-                        color=look["color"], fontsize=style.SMALL_PT,
-                    )  # fmt: skip
+            if kept == "part":
+                _label_below(ax, list(dots[kept]), x, np.fmin(y, low), str(look["color"]))
         if upper is not None:
             reference = found.loc[found["strategy"] == upper, _LENGTH[0]]
             for value in reference:
@@ -84,7 +80,7 @@ def storage_figure(found: pd.DataFrame, upper: str | None = None, width_in: floa
     with style.paper():
         at_end = [label_of(label) for label in found.loc[found["kept"] == "whole row", "label"]]
         room = max((text_width_pt(label, style.SMALL_PT) for label in at_end), default=0.0) / 72 + 0.2
-        height_in, left, gap, bottom, top = 2.5, 0.56, 0.36, 0.4, 0.24
+        height_in, left, gap, bottom, top = 2.4, 0.56, 0.3, 0.4, 0.24
         each = (width_in - left - room * len(temperatures) - gap * (len(temperatures) - 1)) / len(temperatures)
         if each < 1.2:
             raise UsageError(
@@ -100,6 +96,18 @@ def storage_figure(found: pd.DataFrame, upper: str | None = None, width_in: floa
             if i:
                 ax.set_ylabel("")
     return fig
+
+
+def _label_below(ax: Axes, labels: list[str], x: np.ndarray, bottoms: np.ndarray, colour: str) -> None:
+    """Labels below the intervals; "m = " stands once, and strategies that keep equally much share a place."""
+    shown: dict[float, list[str]] = {}
+    for i, (label, at) in enumerate(zip(labels, x, strict=True)):
+        shown.setdefault(float(at), []).append(label.removeprefix("m = ") if i else label)
+    for at, words in shown.items():
+        ax.annotate(
+            ", ".join(words), (at, float(bottoms[x == at].min())), xytext=(0, -3), textcoords="offset points",
+            ha="center", va="top", color=colour, fontsize=style.SMALL_PT,
+        )  # fmt: skip
 
 
 def _label_zeros(ax: Axes, zeros: list[tuple[str, float]], colour: str) -> None:

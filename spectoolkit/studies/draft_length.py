@@ -105,7 +105,7 @@ def findings(found: pd.DataFrame) -> list[str]:
         f"Speed-up: AL / (1 + c K) over plain decoding, K up to {found[K].max()}, c the time of one draft token over "
         "that of one target forward, a target forward taken to cost the same for one token and for K + 1 (Leviathan et "
         "al., arXiv 2211.17192, theorem 3.8, with the measured AL). A drafter without a draft model is taken to cost "
-        "nothing: c = 0 in every column. Costs are exact in the intervals; a best K that is the largest of the grid may "
-        "lie beyond it."
+        "nothing: c = 0 in every column. Costs are exact in the intervals; a best K that is the largest of the grid "
+        "may lie beyond it."
     )
     return ["## Best number of draft tokens", text.grid(list(shown.values())), explanation]

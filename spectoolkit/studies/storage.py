@@ -122,10 +122,13 @@ def _kept(cell: CellResult) -> str:
 
 
 def _label(settings: Mapping[str, Any], strategy: str) -> str:
-    """What stands in the figure: "m = 16" is all that tells a truncated law from its neighbours."""
-    if settings.get("drafter.name") == "top_m" and settings.get("verifier.name") == "rejection":
+    """What stands in the figure: no more than tells a strategy from its neighbours there."""
+    drafter, verifier = settings["drafter.name"], settings["verifier.name"]
+    if drafter == "top_m" and verifier == "rejection":
         return f"m = {settings['drafter.keep']}"
-    return strategy
+    short = {("same_temperature", "rejection"): "whole row"}
+    short |= {("same_temperature", rule): rule for rule in ("block", "match")}
+    return short.get((drafter, verifier), strategy)
 
 
 def findings(found: pd.DataFrame, lower: str, upper: str) -> list[str]:
@@ -143,8 +146,8 @@ def findings(found: pd.DataFrame, lower: str, upper: str) -> list[str]:
     explanation = (
         f"Share of the loss of {lower} against {upper} (1: as good as {upper}) that a strategy wins back, with "
         "intervals paired by prompt. Bytes at bf16. A verifier that looks at the draft tokens alone (match, coupled) "
-        "needs nothing kept, whatever they were drawn from; the noise that coupled shares is a function of seed, request "
-        "and position."
+        "needs nothing kept, whatever they were drawn from; the noise that coupled shares is a function of seed, "
+        "request and position."
     )
     return ["## Won back", text.grid(shown), explanation]
 

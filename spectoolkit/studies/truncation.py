@@ -70,9 +70,9 @@ def by_side(cells: Sequence[CellResult]) -> pd.DataFrame:
 
     A cell without any filter stands under every filter as "neither". Under a lossless verifier the output follows the
     law that the *target's* row has: `follows_filter` says whether that is the filtered one, which is what a request
-    that asks for the filter must get. `difference` is acceptance length minus that of the same target law drafted from its
-    own kind of row ("target only" minus "both", "draft only" minus "neither"), paired by prompt: what a filter that is
-    on the wrong side costs. NaN on those rows themselves, or where there is no such cell.
+    that asks for the filter must get. `difference` is acceptance length minus that of the same target law drafted from
+    its own kind of row ("target only" minus "both", "draft only" minus "neither"), paired by prompt: what a filter on
+    one side alone costs. NaN on those rows themselves, or where there is no such cell.
     """
     sides = [side(cell.settings) for cell in cells]
     filters = list(dict.fromkeys(name for name, _ in sides if name)) or [""]
@@ -117,7 +117,7 @@ def findings(found: pd.DataFrame) -> list[str]:
     explanation = (
         "All rows are lossless for the law of their target row. Only *both* and *target only* sample what a request "
         "gets that asks for the filter; *draft only* and *neither* sample the unfiltered target, so their acceptance "
-        "length is no alternative to the others'. *Minus matched rows*: against drafts that are filtered like the target "
-        "(*target only* minus *both*, *draft only* minus *neither*), paired by prompt."
+        "length is no alternative to the others'. *Minus matched rows*: against drafts that are filtered like the "
+        "target (*target only* minus *both*, *draft only* minus *neither*), paired by prompt."
     )
     return ["## Which side is filtered", text.grid(shown), explanation]
