@@ -72,8 +72,10 @@ class Batch:
             self._noise(width, Role.ACCEPT), self._noise(width + 1, Role.EMIT), self._shared_noise(width + 1)
         )
 
-    def commit(self, proposal: Proposal, verdict: Verdict) -> Tensor:
+    def commit(self, proposal: Proposal, verdict: Verdict, keeps_law: bool) -> Tensor:
         """Take over a verdict: cut every block where its request ends, and record the step.
+
+        `keeps_law` is that of the verifier.
 
         Returns:
             [B, <= K+1] what each row emitted, padded. The one copy from device to host of a step happens here.
@@ -81,7 +83,7 @@ class Batch:
         width = proposal.tokens.shape[1]
         counts = torch.stack([proposal.lengths, verdict.num_accepted], dim=1)
         decided = torch.cat([counts, verdict.emitted, verdict.judged_alone.long()], dim=1).tolist()
-        draft_bytes = proposal.law.bytes_per_token(self._target.vocab_size)
+        draft_bytes = proposal.law.bytes_per_token(self._target.vocab_size) if keeps_law else 0
         emitted: list[list[int]] = []
         for row, (drafted, verified, *rest) in zip(self.rows, decided, strict=True):
             block = [token for token in rest[: width + 1] if token >= 0]

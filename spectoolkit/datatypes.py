@@ -258,7 +258,8 @@ class Completion:
         tokens: output ids, the stopping token included.
         finish_reason: "stop_id", "stop_string" or "length".
         steps: its step records, in order.
-        draft_bytes_per_token: what its draft law keeps per draft token, in bytes at bf16 (the largest over its steps).
+        draft_bytes_per_token: what is kept of its draft law per draft token, in bytes at bf16 (the largest over its
+            steps); 0 for a verifier that does not read the law.
     """
 
     request: Request

@@ -53,7 +53,7 @@ def decode(
         target_probs = batch.sampling.probs(logits, proposal.tokens, "target")
         verdict = verifier.verify(target_probs, proposal, batch.verify_noise(proposal))
 
-        emitted = batch.commit(proposal, verdict)
+        emitted = batch.commit(proposal, verdict, verifier.keeps_law)
         draft_state = drafter.commit(draft_state, emitted)
         target_state = target.rollback(target_state, batch.sampling.num_tokens - 1)
         batch.record_times(draft_s, target_s, clock.lap())

@@ -117,10 +117,13 @@ class Verifier(Protocol):
     Attributes:
         laws: the draft laws it can judge.
         is_lossless: whether the emitted tokens follow the target's law exactly, for every drafter with such a law.
+        keeps_law: whether it reads the draft law, which then has to be kept from drafting to verification; a rule that
+            looks at the draft tokens alone needs nothing kept, whatever they were drawn from.
     """
 
     laws: tuple[type[DraftLaw], ...]
     is_lossless: bool
+    keeps_law: bool
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """Judge `proposal` against `target_probs` [B, K+1, V]: row i is the law at draft i, row K the bonus's."""

@@ -50,6 +50,19 @@ class Difference(NamedTuple):
         return self.low > 0 or self.high < 0
 
 
+class Resamples(NamedTuple):
+    """A metric of several cells over the same drawn prompts.
+
+    Attributes:
+        estimates: [cells] from all prompts.
+        samples: [num_resamples, cells]; a row holds the cells' values over one draw of prompts, so that whatever is
+            computed from a row is paired by prompt. NaN where a denominator is zero, and with fewer than two prompts.
+    """
+
+    estimates: np.ndarray
+    samples: np.ndarray
+
+
 class _Ratio(NamedTuple):
     """A metric as Σ numerator / Σ denominator over requests: one number per request in both."""
 
@@ -114,9 +127,9 @@ def bootstrap(
     ratios = _select(_ratios(rows), metrics)
     codes, clusters = pd.factorize(rows["cluster"], sort=True)
     estimates = [_divide(r.numerator.sum(), r.denominator.sum()) for r in ratios.values()]
-    samples = _resample(list(ratios.values()), codes, len(clusters), num_resamples, confidence, seed)
+    samples = _resample(list(ratios.values()), codes, len(clusters), num_resamples, seed)
     return {
-        name: _interval(samples[:, i], confidence) if math.isfinite(estimates[i]) else Interval(math.nan, math.nan)
+        name: interval(samples[:, i], confidence) if math.isfinite(estimates[i]) else Interval(math.nan, math.nan)
         for i, name in enumerate(ratios)
     }
 
@@ -137,26 +150,58 @@ def paired_difference(
     Raises:
         UsageError: the two hold different prompts, or as for `bootstrap`.
     """
-    _check(rows_a)
-    _check(rows_b)
-    clusters_a, clusters_b = set(rows_a["cluster"]), set(rows_b["cluster"])
-    if clusters_a != clusters_b:
-        odd = sorted(map(str, clusters_a ^ clusters_b))
-        raise UsageError(
-            f"paired difference of {metric}: expected the same clusters on both sides, got {len(clusters_a)} and "
-            f"{len(clusters_b)}; {len(odd)} on one side only, e.g. {odd[:3]}"
-        )
-    sides = []
-    for rows in (rows_a, rows_b):
+    (estimate_a, estimate_b), samples = resample([rows_a, rows_b], metric, num_resamples, seed)
+    return difference(estimate_a - estimate_b, samples[:, 0] - samples[:, 1], confidence)
+
+
+def resample(cells: Sequence[pd.DataFrame], metric: str, num_resamples: int = 2000, seed: int = 0) -> Resamples:
+    """`metric` of every cell's rows over the same draws of prompts: the bootstrap behind every paired interval.
+
+    For what is not a difference of two cells: which of many is best, or a share of a difference.
+
+    Raises:
+        UsageError: cells that hold different prompts, or as for `bootstrap`.
+    """
+    estimates, samples = [], []
+    expected: set[object] | None = None
+    for rows in cells:
+        _check(rows)
+        found = set(rows["cluster"])
+        expected = found if expected is None else expected
+        if found != expected:
+            odd = sorted(map(str, found ^ expected))
+            raise UsageError(
+                f"{metric}, paired by prompt: expected the same clusters in all cells, got {len(expected)} and "
+                f"{len(found)}; {len(odd)} on one side only, e.g. {odd[:3]}"
+            )
         ratio = _select(_ratios(rows), [metric])[metric]
         codes, clusters = pd.factorize(rows["cluster"], sort=True)
-        samples = _resample([ratio], codes, len(clusters), num_resamples, confidence, seed)[:, 0]
-        sides.append((_divide(ratio.numerator.sum(), ratio.denominator.sum()), samples))
-    (estimate_a, samples_a), (estimate_b, samples_b) = sides
-    estimate = estimate_a - estimate_b
+        samples.append(_resample([ratio], codes, len(clusters), num_resamples, seed)[:, 0])
+        estimates.append(_divide(ratio.numerator.sum(), ratio.denominator.sum()))
+    return Resamples(np.array(estimates), np.stack(samples, axis=1))
+
+
+def difference(estimate: float, samples: np.ndarray, confidence: float = 0.95) -> Difference:
+    """`estimate` with the interval of its resamples; NaN throughout where the estimate is undefined."""
+    found = interval(samples, confidence)
     if not math.isfinite(estimate):
         return Difference(math.nan, math.nan, math.nan)
-    return Difference(estimate, *_interval(samples_a - samples_b, confidence))
+    return Difference(float(estimate), *found)
+
+
+def interval(samples: np.ndarray, confidence: float = 0.95) -> Interval:
+    """The (1 ± confidence)/2 quantiles of the samples that are defined; NaN where none is.
+
+    Raises:
+        UsageError: `confidence` outside (0, 1).
+    """
+    if not 0 < confidence < 1:
+        raise UsageError(f"confidence: expected a number in (0, 1), got {confidence!r}")
+    defined = samples[np.isfinite(samples)]
+    if not len(defined):
+        return Interval(math.nan, math.nan)
+    low, high = np.quantile(defined, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(low), float(high))
 
 
 def _check(rows: pd.DataFrame) -> None:
@@ -223,14 +268,11 @@ def _resample(
     codes: np.ndarray,
     num_clusters: int,
     num_resamples: int,
-    confidence: float,
     seed: int,
 ) -> np.ndarray:
     """[num_resamples, metrics] values of `ratios` over drawn clusters; all NaN with fewer than two clusters."""
     if num_resamples < 1:
         raise UsageError(f"num_resamples: expected an integer >= 1, got {num_resamples!r}")
-    if not 0 < confidence < 1:
-        raise UsageError(f"confidence: expected a number in (0, 1), got {confidence!r}")
     if seed < 0:
         raise UsageError(f"seed: expected an integer >= 0, got {seed!r}")
     if num_clusters < 2:
@@ -257,11 +299,3 @@ def _weights(num_clusters: int, num_resamples: int, seed: int) -> Iterator[np.nd
         drawn = generator.integers(num_clusters, size=(size, num_clusters))
         flat = drawn + num_clusters * np.arange(size)[:, None]
         yield np.bincount(flat.ravel(), minlength=size * num_clusters).reshape(size, num_clusters).astype(np.float64)
-
-
-def _interval(samples: np.ndarray, confidence: float) -> Interval:
-    defined = samples[np.isfinite(samples)]
-    if not len(defined):
-        return Interval(math.nan, math.nan)
-    low, high = np.quantile(defined, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(low), float(high))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from spectoolkit import trajectories
-from spectoolkit.datatypes import Completion, PointMass
+from spectoolkit.datatypes import Completion
 from spectoolkit.decode import decode
 from spectoolkit.drafters import ModelDrafter, NoDrafter
 from spectoolkit.records import expected_rows
@@ -95,11 +95,11 @@ def run_replay(cells: Sequence[Cell], store: Store, progress: Progress) -> None:
 
 
 def draft_bytes_per_token(experiment: Experiment) -> int:
-    """What the drafter's law keeps; a drafter without a draft model is a point mass here."""
-    drafter, vocab_size = experiment.drafter, experiment.target.vocab_size
-    if isinstance(drafter, ModelDrafter):
-        return drafter.bytes_per_token(vocab_size)
-    return PointMass().bytes_per_token(vocab_size)
+    """What is kept of the drafter's law for the verifier; a drafter without a draft model is a point mass here."""
+    drafter = experiment.drafter
+    if isinstance(drafter, ModelDrafter) and experiment.verifier.keeps_law:
+        return drafter.bytes_per_token(experiment.target.vocab_size)
+    return 0
 
 
 def sample(experiment: Experiment, progress: Progress) -> Trajectories:

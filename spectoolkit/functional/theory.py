@@ -1,4 +1,4 @@
-"""Closed forms for a constant acceptance rate (Leviathan et al., arXiv 2211.17192, section 3)."""
+"""Expected acceptance length and speed-up (Leviathan et al., arXiv 2211.17192, section 3)."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ def expected_speedup(rate: float, num_draft_tokens: int, cost_ratio: float) -> f
     Raises:
         ValueError: an argument outside its range.
     """
+    return speedup(expected_acceptance_length(rate, num_draft_tokens), num_draft_tokens, cost_ratio)
+
+
+def speedup(acceptance_length: float, num_draft_tokens: int, cost_ratio: float) -> float:
+    """Speed-up over plain decoding at a measured acceptance length: theorem 3.8 without a constant acceptance rate.
+
+        AL / (K c + 1)
+
+    Raises:
+        ValueError: `num_draft_tokens` negative, or `cost_ratio` not a number >= 0.
+    """
+    if num_draft_tokens < 0:
+        raise ValueError(f"num_draft_tokens: expected an integer >= 0, got {num_draft_tokens!r}")
     if not (math.isfinite(cost_ratio) and cost_ratio >= 0):
         raise ValueError(f"cost_ratio: expected a number >= 0, got {cost_ratio!r}")
-    return expected_acceptance_length(rate, num_draft_tokens) / (num_draft_tokens * cost_ratio + 1)
+    return acceptance_length / (num_draft_tokens * cost_ratio + 1)

@@ -21,10 +21,12 @@ from spectoolkit.report.labels import label_line_ends, text_width_pt
 from spectoolkit.report.text import short, value_text
 
 MAX_BANDS = 4
-_AXIS_LABELS = {
+AXIS_LABELS = {
     "acceptance_length": "acceptance length\n(tokens per target forward)",
     "acceptance_length_request_mean": "acceptance length, request mean\n(tokens per target forward)",
+    "speedup": "expected speed-up\n(over plain decoding)",
     "sampling.temperature": "sampling temperature",
+    "drafter.constant": "draft temperature",
     "num_draft_tokens": "draft tokens per step, K",
 }
 
@@ -38,6 +40,7 @@ def acceptance_length_sweep(
     metric: str = "acceptance_length",
     reference: Mapping[str, float] | None = None,
     looks: Mapping[object, Mapping[str, Any]] | None = None,
+    label_ends: bool = True,
 ) -> Axes:
     """Acceptance length against a numeric setting, one line per `line`, intervals, labels at the ends.
 
@@ -54,16 +57,17 @@ def acceptance_length_sweep(
         metric: a column with `_low` and `_high` beside it.
         reference: label -> value of horizontal lines, e.g. {"no drafting": 1.0}.
         looks: `style.line_styles` of a whole figure, so that a line looks the same in every panel.
+        label_ends: whether labels stand at the ends of the lines; without them the figure needs a legend.
 
     Raises:
         UsageError: a missing column, `x` that is not numeric, or several rows at one point (never averaged).
     """
-    _check(overall, [x, line, metric, f"{metric}_low", f"{metric}_high"], unique=[x, line])
+    check_rows(overall, [x, line, metric, f"{metric}_low", f"{metric}_high"], unique=[x, line])
     if not pd.api.types.is_numeric_dtype(overall[x]):
         raise UsageError(f"x: expected a numeric column, got {x!r} with {overall[x].tolist()[:3]}")
     looks = style.line_styles(overall[line]) if looks is None else looks
     with style.paper():
-        _set_length_limits(ax, overall, metric, reference)
+        set_length_limits(ax, overall, metric, reference)
         _set_ticks(ax, overall[x].tolist())
         ends, end_looks = {}, {}
         lines = overall[line].tolist()
@@ -82,15 +86,15 @@ def acceptance_length_sweep(
             ax.plot(at, y, zorder=3 + 0.01 * rank, clip_on=False, **looks[value])
             drawn = np.flatnonzero(np.isfinite(y))
             if len(drawn):
-                label = _label(value)
+                label = label_of(value)
                 ends[label], end_looks[label] = (float(at[drawn[-1]]), float(y[drawn[-1]])), looks[value]
         for name, value in (reference or {}).items():
             ax.axhline(value, color="#777777", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1.5)
             ends[name] = (ax.get_xlim()[1], value)
             end_looks[name] = {"color": "#777777"}
-        ax.set_xlabel(_AXIS_LABELS.get(x, short(x)))
-        ax.set_ylabel(_AXIS_LABELS.get(metric, short(metric)))
-        return label_line_ends(ax, ends, end_looks, style.SMALL_PT)
+        ax.set_xlabel(AXIS_LABELS.get(x, short(x)))
+        ax.set_ylabel(AXIS_LABELS.get(metric, short(metric)))
+        return label_line_ends(ax, ends, end_looks, style.SMALL_PT) if label_ends else ax
 
 
 def acceptance_by_position(
@@ -113,7 +117,7 @@ def acceptance_by_position(
     Raises:
         UsageError: a missing column, or several rows of one line.
     """
-    _check(overall, [line, "accepted_at_1"], unique=[line])
+    check_rows(overall, [line, "accepted_at_1"], unique=[line])
     looks = style.line_styles(overall[line]) if looks is None else looks
     names = [c for c in overall.columns if c.startswith("accepted_at_") and not c.endswith("_conditional")]
     positions = np.arange(1, len(names) + 1)
@@ -127,7 +131,7 @@ def acceptance_by_position(
             ax.plot(positions, y, zorder=3 + 0.01 * rank, clip_on=False, **looks[row[line]])
             drawn = np.flatnonzero(np.isfinite(y))
             if len(drawn):
-                label = _label(row[line])
+                label = label_of(row[line])
                 ends[label] = (float(positions[drawn[-1]]), float(y[drawn[-1]]))
                 end_looks[label] = looks[row[line]]
         ax.set_xlabel("draft position i")
@@ -157,14 +161,14 @@ def sweep_figure(
         width_in: `style.COLUMN_IN` or `style.PAGE_IN`.
         height_in: of the figure.
     """
-    _check(overall, [x, line, metric, *([] if panel is None else [panel])], unique=[])
+    check_rows(overall, [x, line, metric, *([] if panel is None else [panel])], unique=[])
     values = [None] if panel is None else list(dict.fromkeys(overall[panel]))
     looks = style.line_styles(overall[line])
     with style.paper():
-        labels = [_label(value) for value in looks] + list(reference or {})
+        labels = [label_of(value) for value in looks] + list(reference or {})
         top = 0.08 if panel is None else 0.22
         fig, axes = _panels(len(values), labels, top=top, width_in=width_in, height_in=height_in)
-        _set_length_limits(axes[0], overall, metric, reference)
+        set_length_limits(axes[0], overall, metric, reference)
         for i, (ax, value) in enumerate(zip(axes, values, strict=True)):
             rows = overall if panel is None else pd.DataFrame(overall[overall[panel] == value])
             ax.set_ylim(axes[0].get_ylim())  # set by hand, so the panel keeps them
@@ -172,7 +176,7 @@ def sweep_figure(
             acceptance_length_sweep(ax, rows, x=x, line=line, metric=metric, reference=reference, looks=looks)
             if panel is not None:
                 lossy = "lossless" in rows and not all(rows["lossless"])
-                ax.set_title(f"{_label(value)}{' (lossy)' if lossy else ''}", loc="left", pad=5)
+                ax.set_title(f"{label_of(value)}{' (lossy)' if lossy else ''}", loc="left", pad=5)
             if i:
                 ax.set_ylabel("")
                 ax.tick_params(labelleft=False)
@@ -210,7 +214,7 @@ def _panels(
     return fig, axes
 
 
-def _set_length_limits(ax: Axes, overall: pd.DataFrame, metric: str, reference: Mapping[str, float] | None) -> None:
+def set_length_limits(ax: Axes, overall: pd.DataFrame, metric: str, reference: Mapping[str, float] | None) -> None:
     """Limits around all intervals and references; left alone where the caller has already fixed them."""
     ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     if not ax.get_autoscaley_on():
@@ -251,11 +255,13 @@ def _set_ticks(ax: Axes, x: Sequence[float]) -> None:
     ax.set_xticks(points, texts)
 
 
-def _label(value: object) -> str:
+def label_of(value: object) -> str:
+    """A value of a column as a label: "same temperature"."""
     return value_text(value).replace("_", " ")
 
 
-def _check(overall: pd.DataFrame, columns: list[str], unique: list[str]) -> None:
+def check_rows(overall: pd.DataFrame, columns: list[str], unique: list[str]) -> None:
+    """Refuse rows without these columns, or with two rows of the same values in `unique`."""
     missing = [name for name in columns if name not in overall.columns]
     if missing:
         raise UsageError(f"overall: expected the columns {', '.join(columns)}, {', '.join(missing)} missing")

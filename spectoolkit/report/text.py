@@ -64,15 +64,15 @@ def with_interval(row: Mapping[str, Any], name: str, decimals: int = 2, sign: st
 
 def markdown(tables: Tables, title: str, notes: Sequence[str]) -> str:
     """The whole of table.md."""
-    parts = [f"# {title}", *notes, _provenance(tables)]
-    parts += ["## Acceptance length", _grid(_main(tables))]
-    parts += ["## Acceptance by draft position", _position_text(), _grid(_by_position(tables, ""))]
-    parts += ["Conditional on reaching the position:", _grid(_by_position(tables, "_conditional"))]
+    parts = [f"# {title}", _provenance(tables), *notes]
+    parts += ["## Acceptance length", grid(_main(tables))]
+    parts += ["## Acceptance by draft position", _position_text(), grid(_by_position(tables, ""))]
+    parts += ["Conditional on reaching the position:", grid(_by_position(tables, "_conditional"))]
     if len(tables.differences):
-        parts += ["## Differences from the baseline", _difference_text(tables), _grid(_differences(tables))]
+        parts += ["## Differences from the baseline", _difference_text(tables), grid(_differences(tables))]
     if len(tables.by_category):
         pivot = "Pooled acceptance length, tokens per target forward:"
-        parts += ["## By prompt category", pivot, _grid(_by_category(tables))]
+        parts += ["## By prompt category", pivot, grid(_by_category(tables))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -210,7 +210,7 @@ def _by_category(tables: Tables) -> list[dict[str, str]]:
     return list(rows.values())
 
 
-def _grid(rows: Sequence[Mapping[str, str]]) -> str:
+def grid(rows: Sequence[Mapping[str, str]]) -> str:
     """A Markdown table, columns padded so that it also reads as plain text."""
     frame = pd.DataFrame([{k: v.replace("|", "\\|") for k, v in row.items()} for row in rows], dtype=object)
     widths = [max(len(str(name)), *(len(value) for value in frame[name])) for name in frame.columns]

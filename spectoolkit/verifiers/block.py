@@ -42,6 +42,7 @@ class Block:
 
     laws = KNOWN_LAWS
     is_lossless = True
+    keeps_law = True
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`.

@@ -31,6 +31,7 @@ class Match:
 
     laws = (PointMass, Dense, TopM, SharedNoise)
     is_lossless = True
+    keeps_law = False
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`."""

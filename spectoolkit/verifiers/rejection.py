@@ -35,6 +35,7 @@ class Rejection:
 
     laws = KNOWN_LAWS
     is_lossless = True
+    keeps_law = True
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`.

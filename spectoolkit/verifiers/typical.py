@@ -59,6 +59,7 @@ class Typical:
 
     laws = (PointMass, Dense, TopM, SharedNoise)
     is_lossless = False
+    keeps_law = False
 
     def __post_init__(self) -> None:
         if not 0 < self.epsilon <= 1:

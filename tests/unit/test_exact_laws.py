@@ -263,6 +263,7 @@ class Wrong:
     bonus: str = "sample"
     laws = (PointMass, Dense)
     is_lossless = True
+    keeps_law = True
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         assert isinstance(proposal.law, Dense)
@@ -414,6 +415,7 @@ class Coarse:
     rule: Verifier
     laws = (PointMass, Dense)
     is_lossless = True
+    keeps_law = True
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         tenths = (uniforms.accept * 10).floor() / 10
