@@ -80,7 +80,10 @@ class Drafter(Protocol):
     on earlier tokens and on row i, never on the token drawn at i: dropping a draw after seeing it biases the output.
     """
 
-    laws: tuple[type[DraftLaw], ...]
+    @property
+    def laws(self) -> tuple[type[DraftLaw], ...]:
+        """What its proposals may carry."""
+        ...
 
     def start(self, prompts: Sequence[Sequence[int]]) -> Any:
         """State of B fresh requests with these committed tokens."""
@@ -121,9 +124,14 @@ class Verifier(Protocol):
             looks at the draft tokens alone needs nothing kept, whatever they were drawn from.
     """
 
-    laws: tuple[type[DraftLaw], ...]
-    is_lossless: bool
-    keeps_law: bool
+    @property
+    def laws(self) -> tuple[type[DraftLaw], ...]: ...
+
+    @property
+    def is_lossless(self) -> bool: ...
+
+    @property
+    def keeps_law(self) -> bool: ...
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """Judge `proposal` against `target_probs` [B, K+1, V]: row i is the law at draft i, row K the bonus's."""

@@ -175,7 +175,7 @@ class ModelDrafter:
         last = row_lengths(state.pending) - 1
         return logits[torch.arange(len(last), device=last.device), last][:, None], cache
 
-    def _filters(self) -> dict[str, int | float | None]:
+    def _filters(self) -> dict[str, Any]:
         return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
 
     def _draft_temperature(self, target_temperature: Tensor) -> Tensor:

@@ -164,6 +164,6 @@ def _markdown(table: pd.DataFrame, config: Mapping[str, Any]) -> str:
         cells += [f"{row['exact']:.4f}"] * has_exact + ["yes" if row["agrees"] else "NO"]
         lines.append("| " + " | ".join(cells) + " |")
     worst = max(table["own_z"].abs().max(), table["separate_z"].abs().max())
-    verdict = "agree" if table["agrees"].all() else "DISAGREE"
+    verdict = "agree" if bool(table["agrees"].to_numpy().all()) else "DISAGREE"
     lines += ["", f"Live and replay {verdict}: the largest |z| of {2 * len(table)} is {worst:.2f} (bound 3)."]
     return "\n".join(lines) + "\n"
