@@ -5,33 +5,39 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
-
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-
-from spectoolkit import config
-from spectoolkit.errors import RunError, UsageError
+from typing import Any, NoReturn
 
 SHOW_TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch
 
 
 def main() -> None:
     """Run what the command line describes."""
-    overrides = sys.argv[1:]
-    if not any(argument.startswith("-") for argument in overrides):
-        _reporting(lambda: config.check_overrides(overrides))  # Hydra's own complaints, with our exit code
-    hydra.main(config_path=str(config.config_folder()), config_name="config", version_base="1.3")(_task)()
+    _reporting(_run)
 
 
-def _task(_: DictConfig) -> None:
-    overrides = list(HydraConfig.get().overrides.task)
-    _reporting(lambda: print(config.plan(overrides).run()))
+def _run() -> None:
+    # Imported here, so that an interruption while the packages are read ends as any other.
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    from spectoolkit import config
+
+    arguments = sys.argv[1:]
+    if all(argument in ("-m", "--multirun") for argument in arguments if argument.startswith("-")):
+        # Hydra's own complaints, with our exit code.
+        config.check_overrides([argument for argument in arguments if not argument.startswith("-")])
+
+    def task(_: Any) -> None:
+        overrides = list(HydraConfig.get().overrides.task)
+        _reporting(lambda: print(config.plan(overrides).run()))
+
+    hydra.main(config_path=str(config.config_folder()), config_name="config", version_base="1.3")(task)()
 
 
 def _reporting(action: Callable[[], object]) -> None:
     """Turn errors into one message and an exit code; the traceback is shown only when asked for."""
+    from spectoolkit.errors import RunError, UsageError
+
     try:
         action()
     except UsageError as error:

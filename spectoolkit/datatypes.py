@@ -6,7 +6,6 @@ slot that holds no token and never reaches an embedding, a counter or an index.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +14,17 @@ from torch import Tensor
 from spectoolkit.errors import UsageError
 
 PAD = -1
+
+LARGEST = 1e9
+"""Bound of sampling parameters, so that logits stay finite in float32."""
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +64,16 @@ class SamplingParams:
 
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            need(name, is_number, "a finite number")
+            need(name, _is_number(value), f"a finite number of at most {LARGEST:g}")
         need("temperature", self.temperature >= 0, "a number >= 0 (0 is greedy)")
-        need("top_k", isinstance(self.top_k, int) and not isinstance(self.top_k, bool) and self.top_k >= 0,
-             "an integer >= 0 (0 keeps all tokens)")  # fmt: skip
+        need("top_k", _is_integer(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 keeps all tokens)")
         need("top_p", 0 < self.top_p <= 1, "a number in (0, 1] (1 keeps all tokens)")
         need("min_p", 0 <= self.min_p <= 1, "a number in [0, 1] (0 keeps all tokens)")
         need("repetition_penalty", self.repetition_penalty > 0, "a number > 0 (1 is off)")
         need("logit_bias", isinstance(self.logit_bias, Mapping), "a mapping from token id to bias")
         for token, bias in self.logit_bias.items():
-            fine = isinstance(token, int) and token >= 0 and isinstance(bias, (int, float)) and math.isfinite(bias)
-            need("logit_bias", fine, "token ids >= 0 with finite biases")
+            fine = _is_integer(token) and token >= 0 and _is_number(bias)
+            need("logit_bias", fine, f"token ids >= 0 with finite biases of at most {LARGEST:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,11 @@ class Request:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, value in (("max_new_tokens", self.max_new_tokens), ("seed", self.seed)):
+            if not _is_integer(value):
+                raise UsageError(f"request {self.id!r}: expected {name} as an integer of 64 bits, got {value!r}")
+        if isinstance(self.stop_strings, str):
+            raise UsageError(f"request {self.id!r}: expected several stop strings, got one text {self.stop_strings!r}")
         if not self.prompt:
             raise UsageError(f"request {self.id!r}: expected a prompt of at least one token, got none")
         if self.max_new_tokens < 1:

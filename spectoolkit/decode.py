@@ -92,13 +92,21 @@ def check_requests(
     for request_id, count in Counter(request.id for request in requests).items():
         if count > 1:
             raise UsageError(f"requests: expected unique ids, got {request_id!r} {count} times")
+    draft_model: LanguageModel | None = getattr(drafter, "draft_model", None)
+    models = [("target", target)] + ([("draft model", draft_model)] if draft_model is not None else [])
     for request in requests:
         needed = len(request.prompt) + request.max_new_tokens
-        if needed > target.context_length:
+        for role, model in models:
+            if needed > model.context_length:
+                raise UsageError(
+                    f"request {request.id!r}: expected prompt and output to fit into the {model.context_length} tokens "
+                    f"of the context of the {role} {model.name}, got {len(request.prompt)} prompt tokens and "
+                    f"max_new_tokens {request.max_new_tokens}"
+                )
+        if any(token >= target.vocab_size for token in request.params.logit_bias):
             raise UsageError(
-                f"request {request.id!r}: expected prompt and output to fit into the {target.context_length} tokens of "
-                f"the context of {target.name}, got {len(request.prompt)} prompt tokens and max_new_tokens "
-                f"{request.max_new_tokens}"
+                f"request {request.id!r}: expected logit_bias of token ids below {target.vocab_size}, "
+                f"got {max(request.params.logit_bias)}"
             )
         if not all(0 <= token < target.vocab_size for token in request.prompt):
             raise UsageError(

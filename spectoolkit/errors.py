@@ -16,13 +16,14 @@ class RunError(RuntimeError):
 
 
 class InvalidLogitsError(RunError):
-    """A row of logits from which no distribution follows: it holds NaN or +inf, or no finite entry at all."""
+    """A row of logits from which no distribution follows: NaN, +inf, no finite entry, or overflow on the way."""
 
     def __init__(self, model: str, request_id: str, position: int) -> None:
         self.model, self.request_id, self.position = model, request_id, position
         super().__init__(
-            f"{model} logits of request {request_id!r} at position {position} (0 is its first prompt token) hold NaN, "
-            f"+inf or no finite value; expected at least one finite logit and no NaN"
+            f"{model} logits of request {request_id!r} at position {position} (0 is its first prompt token) give no "
+            "distribution: expected at least one finite logit, no NaN or +inf, and no overflow by penalties, bias or "
+            "temperature"
         )
 
 

@@ -94,7 +94,7 @@ proposal emits exactly one token |
     Requests of different K are allowed: a position beyond a request's K counts as not accepted and not reached.
     A zero denominator gives NaN (see `undefined`). Raises `UsageError` when a column is missing.
     """
-    _check(rows)
+    check_rows(rows)
     values = {name: _divide(r.numerator.sum(), r.denominator.sum()) for name, r in _ratios(rows).items()}
     values["draft_bytes_per_token"] = float(_column(rows, "draft_bytes_per_token").max()) if len(rows) else math.nan
     counts = {"requests": float(len(rows)), "clusters": float(len(set(rows["cluster"])))}
@@ -123,7 +123,7 @@ def bootstrap(
     Raises:
         UsageError: an unknown metric, a missing column, or a parameter out of range.
     """
-    _check(rows)
+    check_rows(rows)
     ratios = _select(_ratios(rows), metrics)
     codes, clusters = pd.factorize(rows["cluster"], sort=True)
     estimates = [_divide(r.numerator.sum(), r.denominator.sum()) for r in ratios.values()]
@@ -165,7 +165,7 @@ def resample(cells: Sequence[pd.DataFrame], metric: str, num_resamples: int = 20
     estimates, samples = [], []
     expected: set[object] | None = None
     for rows in cells:
-        _check(rows)
+        check_rows(rows)
         found = set(rows["cluster"])
         expected = found if expected is None else expected
         if found != expected:
@@ -204,7 +204,12 @@ def interval(samples: np.ndarray, confidence: float = 0.95) -> Interval:
     return Interval(float(low), float(high))
 
 
-def _check(rows: pd.DataFrame) -> None:
+def check_rows(rows: pd.DataFrame) -> None:
+    """Refuse what is not a table of request rows (`records`).
+
+    Raises:
+        UsageError: missing columns or clusters.
+    """
     missing = [name for name in _COLUMNS if name not in rows.columns]
     if missing:
         raise UsageError(f"rows: expected the columns of request rows, {', '.join(missing)} missing")

@@ -138,9 +138,9 @@ def load_jsonl(
     Raises `UsageError` naming file and line for anything else, for duplicate ids, and for a file without prompts.
     """
     try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise UsageError(f"path: expected a readable file; got {str(path)!r} ({error.strerror or error})") from error
+        data = Path(path).expanduser().read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
+        raise UsageError(f"path: expected a readable file; got {str(path)!r} ({error})") from error
     return _limited(_parse_jsonl(data, str(path), id_field, category_field, text_field, messages_field), limit)
 
 
@@ -304,7 +304,7 @@ def _json_objects(data: bytes, source: str) -> Iterable[tuple[int, dict[str, Any
             row = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise UsageError(f"{where}: expected UTF-8 text; got bytes that are not ({error.reason})") from error
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: not JSON, or an endless number
             raise UsageError(f"{where}: expected one JSON object; got an unreadable line ({error})") from error
         if not isinstance(row, dict):
             raise UsageError(f"{where}: expected one JSON object; got {_shown(row)}")

@@ -101,18 +101,19 @@ def replay(
         group = _Group.of(trajectories, order[begin : begin + BATCH], target)
         by_position = _by_position(target, strategies, group)
         for i, strategy in enumerate(strategies):
+            # No step drafts more than the longest output leaves room for: larger K give the same counts.
+            most = min(strategy.num_draft_tokens, max(1, int(group.budget.max())))
             if i in by_position:
-                numbers = renewal.windows(by_position[i], strategy.num_draft_tokens)
-                drafted = group.budget.clamp(max=strategy.num_draft_tokens)
+                numbers, drafted = renewal.windows(by_position[i], most), group.budget.clamp(max=most)
             else:
-                numbers, drafted = _by_start(strategy, group)
+                numbers, drafted = _by_start(strategy.drafter, most, group)
             at_least = strategy.given_output.combine(numbers)[:, None]
-            parts[i].append(
-                [
-                    renewal.expected_counts(at_least[..., :k], drafted[:, None].clamp(max=k), group.lengths)
-                    for k in range(1, strategy.num_draft_tokens + 1)
-                ]
-            )
+            counts = [
+                renewal.expected_counts(at_least[..., :k], drafted[:, None].clamp(max=k), group.lengths)
+                for k in range(1, most + 1)
+            ]
+            beyond = range(most + 1, strategy.num_draft_tokens + 1)
+            parts[i].append([*counts, *(renewal.widen(counts[-1], k) for k in beyond)])
         progress(len(group.lengths))
     back = torch.tensor(order).argsort()
     return [[_join(list(of_k), back) for of_k in zip(*some, strict=True)] for some in parts]
@@ -204,13 +205,12 @@ class _Scorer:
         return logits
 
 
-def _by_start(strategy: Strategy, group: _Group) -> tuple[Tensor, Tensor]:
+def _by_start(drafter: Drafter, num_draft_tokens: int, group: _Group) -> tuple[Tensor, Tensor]:
     """For a drafter without a draft model, by proposing at every step start.
 
     Returns:
         [B, N, K] whether each proposed token is that of the output, and [B, N] how many were proposed.
     """
-    drafter, num_draft_tokens = strategy.drafter, strategy.num_draft_tokens
     tokens = group.tokens.cpu()
     num_rows, num_positions = tokens.shape
     following = renewal.windows((tokens + 1).to(torch.float64), num_draft_tokens).long() - 1  # [B, N, K], -1 behind

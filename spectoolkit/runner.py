@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from spectoolkit import trajectories
 from spectoolkit.datatypes import Completion
 from spectoolkit.decode import decode
 from spectoolkit.drafters import ModelDrafter, NoDrafter
+from spectoolkit.errors import RunError, UsageError
 from spectoolkit.records import expected_rows
 from spectoolkit.replay import Strategy, replay
 from spectoolkit.report.cells import CellResult
@@ -125,13 +127,16 @@ def sample(experiment: Experiment, progress: Progress) -> Trajectories:
 
 def _outputs(cell: Cell, experiment: Experiment, store: Store, progress: Progress) -> tuple[Trajectories, str]:
     """The outputs to replay, and where they are from: a given file, the study's own, or sampled now."""
-    given = cell.settings["trajectories"]
-    path = store.trajectories_path(cell)
+    given, path = cell.settings["trajectories"], store.trajectories_path(cell)
+    expected = (experiment.requests, cell.text_identity, experiment.target.vocab_size)
     if given is not None:
-        return trajectories.load(given, experiment.requests, cell.text_identity), f"given: {given}"
+        return trajectories.load(Path(given).expanduser(), *expected), f"given: {given}"
     if not path.exists():
         trajectories.save(path, sample(experiment, progress), cell.text_identity)
-    return trajectories.load(path, experiment.requests, cell.text_identity), f"sampled: {path.name}"
+    try:
+        return trajectories.load(path, *expected), f"sampled: {path.name}"
+    except UsageError as error:
+        raise RunError(f"{error}; delete {path} to have them sampled again") from error
 
 
 def _must_sample(cell: Cell, store: Store) -> bool:

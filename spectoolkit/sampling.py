@@ -114,15 +114,21 @@ class SamplingState:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.penalties is not None:
             logits = penalise(logits, self.penalties, appended)
-        return warp(logits, self.temperature, self.top_k, self.top_p, self.min_p)
+        probs = warp(logits, self.temperature, self.top_k, self.top_p, self.min_p)
+        # A softmax that overflows (a tiny temperature and huge logits) is NaN as a whole row.
+        self._refuse(probs[..., 0].isnan(), appended, model)
+        return probs
 
     def check(self, logits: Tensor, appended: Tensor, model: str) -> None:
         """Refuse rows from which no distribution follows, naming request and position.
 
         A row behind a -1 in `appended` belongs to no token and may hold anything.
         """
-        num_before = appended.shape[1] - (logits.shape[1] - 1)
-        bad = ~logits.amax(-1).isfinite()  # amax propagates NaN, and is -inf where no entry is finite
+        self._refuse(~logits.amax(-1).isfinite(), appended, model)  # amax propagates NaN; -inf: no entry is finite
+
+    def _refuse(self, bad: Tensor, appended: Tensor, model: str) -> None:
+        """Raise for the first of the `bad` rows [B, Q] that belongs to a token."""
+        num_before = appended.shape[1] - (bad.shape[1] - 1)
         if bad.any():
             preceded_by_pad = torch.nn.functional.pad(appended < 0, (1, 0))[:, num_before:]
             for row, offset in (bad & ~preceded_by_pad).nonzero().tolist():

@@ -22,6 +22,7 @@ from spectoolkit.datatypes import Completion, Request
 from spectoolkit.errors import RunError
 from spectoolkit.files import replace, replace_text, writing
 from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
+from spectoolkit.metrics import check_rows
 from spectoolkit.provenance import provenance
 from spectoolkit.records import request_row, step_frame
 from spectoolkit.report.cells import CellResult
@@ -107,7 +108,9 @@ class Store:
         """
         path = self._path("cells", cell)
         try:
-            return CellResult(cell.settings, pd.read_parquet(path))
+            rows = pd.read_parquet(path)
+            check_rows(rows)
+            return CellResult(cell.settings, rows)
         except (OSError, ValueError) as error:
             raise RunError(f"{path} is not a readable cell ({error}); delete it to have it computed again") from error
 

@@ -14,6 +14,8 @@ from spectoolkit.datatypes import Request
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace
 
+FINISH_REASONS = ("stop_id", "stop_string", "length")
+
 
 @dataclass(frozen=True)
 class Trajectories:
@@ -49,24 +51,29 @@ def save(path: Path, trajectories: Trajectories, identity: Mapping[str, Any]) ->
     replace(path, lambda temporary: frame.to_parquet(temporary, index=False))
 
 
-def load(path: Path, requests: Sequence[Request], identity: Mapping[str, Any]) -> Trajectories:
+def load(path: Path, requests: Sequence[Request], identity: Mapping[str, Any], vocab_size: int) -> Trajectories:
     """Read what `save` wrote, for the same requests sampled from the same target at the same setting.
 
     Raises:
-        UsageError: not such a file, another identity (the differing keys are listed), or other requests.
+        UsageError: not such a file, another identity (the differing keys are listed), other requests, or an output that
+            its request cannot have.
     """
     try:
         frame = pd.read_parquet(path)
-        found = json.loads(frame.attrs["identity"])
-        rows = {str(row["request_id"]): row for row in frame.to_dict("records")}
-        columns = {"request_id", "prompt", "tokens", "finish_reason"} - set(frame.columns)
-    except (OSError, ValueError, KeyError) as error:
+        found = dict(json.loads(frame.attrs["identity"]))
+        rows = {
+            str(row["request_id"]): (
+                tuple(map(int, row["prompt"])),
+                tuple(map(int, row["tokens"])),
+                str(row["finish_reason"]),
+            )
+            for row in frame.to_dict("records")
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"trajectories: expected a file of trajectories with the setting they were sampled at, got {path} "
-            f"({type(error).__name__}: {error})"
+            "trajectories: expected a file with the columns request_id, prompt, tokens and finish_reason, and with the "
+            f"setting that they were sampled at, got {path} ({type(error).__name__}: {error})"
         ) from error
-    if columns:
-        raise UsageError(f"trajectories: expected the columns {', '.join(sorted(columns))} in {path}")
     wanted = json.loads(json.dumps(identity, sort_keys=True, default=str))
     differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
     if differing:
@@ -75,14 +82,23 @@ def load(path: Path, requests: Sequence[Request], identity: Mapping[str, Any]) -
             "trajectories: a replay is exact only on text that was sampled from this target at this setting, but "
             f"{path} differs in {listed}"
         )
-    missing = [request.id for request in requests if request.id not in rows]
-    if missing:
-        raise UsageError(f"trajectories: expected an output of every request in {path}, none of {missing[0]!r}")
     for request in requests:
-        if tuple(rows[request.id]["prompt"]) != request.prompt:
+        if request.id not in rows:
+            raise UsageError(f"trajectories: expected an output of every request in {path}, none of {request.id!r}")
+        prompt, tokens, reason = rows[request.id]
+        if prompt != request.prompt:
             raise UsageError(f"trajectories: the prompt of {request.id!r} in {path} is another one")
-    return Trajectories(
-        requests=tuple(requests),
-        outputs=tuple(tuple(int(token) for token in rows[request.id]["tokens"]) for request in requests),
-        finish_reasons=tuple(str(rows[request.id]["finish_reason"]) for request in requests),
-    )
+        is_full = len(tokens) == request.max_new_tokens
+        if not (
+            1 <= len(tokens) <= request.max_new_tokens
+            and all(0 <= token < vocab_size for token in tokens)
+            and reason in FINISH_REASONS
+            and (is_full or reason != "length")
+        ):
+            raise UsageError(
+                f"trajectories: expected 1 to {request.max_new_tokens} token ids below {vocab_size} and one of the "
+                f"reasons {', '.join(FINISH_REASONS)} for {request.id!r} in {path} (length only at the limit), got "
+                f"{len(tokens)} tokens {tokens[:3]}... and {reason!r}"
+            )
+    chosen = [rows[request.id] for request in requests]
+    return Trajectories(tuple(requests), tuple(tokens for _, tokens, _ in chosen), tuple(why for _, _, why in chosen))

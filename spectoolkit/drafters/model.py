@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import PAD, Dense, DraftLaw, DraftNoise, PointMass, Proposal, SamplingParams
+from spectoolkit.datatypes import LARGEST, PAD, Dense, DraftLaw, DraftNoise, PointMass, Proposal, SamplingParams
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.draw import draw
 from spectoolkit.functional.ragged import append_rows, keep_last, pad_rows, put_rows, row_lengths, widen
@@ -68,9 +68,9 @@ class ModelDrafter:
 
     def __post_init__(self) -> None:
         given = [value for value in (self.ratio, self.constant) if value is not None]
-        if len(given) != 1 or not given[0] >= 0:
+        if len(given) != 1 or not 0 <= given[0] <= LARGEST:
             raise UsageError(
-                "drafter: expected exactly one of ratio and constant, as a number >= 0, "
+                f"drafter: expected exactly one of ratio and constant, as a number from 0 to {LARGEST:g}, "
                 f"got ratio={self.ratio!r}, constant={self.constant!r}"
             )
         try:
@@ -128,17 +128,20 @@ class ModelDrafter:
         tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
         if num_draft_tokens == 0:
             return Proposal(tokens, max_tokens, PointMass()), state
+        beyond = torch.arange(num_draft_tokens, device=tokens.device) >= max_tokens[:, None]
+        is_uneven = bool(beyond.any())
         logits, cache = self._catch_up(state)
         kept: list[tuple[Tensor, ...]] = []
         for i in range(num_draft_tokens):
             if i > 0:
                 logits, cache = self.draft_model.score(cache, tokens[:, -1:])
+            if is_uneven:  # rows behind the end of their proposal belong to no token and may hold anything
+                logits = logits.masked_fill(beyond[:, i, None, None], 0)
             probs = self.draft_probs(logits, sampling, tokens)[:, 0]
             drawn, kept_of_row = self.sample(probs, noise, i)
             tokens = torch.cat([tokens, drawn[:, None]], dim=1)
             if not self.is_argmax:
                 kept.append(kept_of_row)
-        beyond = torch.arange(num_draft_tokens, device=tokens.device) >= max_tokens[:, None]
         fields = (torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
         law = PointMass() if self.is_argmax else self.sampled_law(*fields)
         num_cached = state.num_committed + num_draft_tokens - 1

@@ -13,7 +13,7 @@ Shapes: R outputs of at most N tokens, S strategies, K draft tokens at most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -108,3 +108,10 @@ def expected_counts(at_least: Tensor, drafted: Tensor, lengths: Tensor) -> Expec
         accepted_at=total(at_least),
         reached_at=total(torch.where(is_inside, before, 0)),
     )
+
+
+def widen(counts: ExpectedCounts, num_draft_tokens: int) -> ExpectedCounts:
+    """The same counts with per-position columns for a larger K, whose further positions are never drafted."""
+    missing = num_draft_tokens - counts.drafted_at.shape[-1]
+    names = ("drafted_at", "accepted_at", "reached_at")
+    return replace(counts, **{name: torch.nn.functional.pad(getattr(counts, name), (0, missing)) for name in names})

@@ -167,7 +167,9 @@ def _random_rows(vocab_size: int, order: int, concentration: float, seed: int) -
             f"vocab_size, order: expected a table of 1 to {_MAX_TABLE_ENTRIES} entries vocab_size^(order + 1), "
             f"got {vocab_size!r} and {order!r}"
         )
-    if not concentration > 0:
-        raise UsageError(f"concentration: expected a number > 0, got {concentration!r}")
+    if not 0 < concentration <= 1e9:
+        raise UsageError(f"concentration: expected a finite number > 0, got {concentration!r}")
+    if seed < 0:
+        raise UsageError(f"seed: expected an integer >= 0, got {seed!r}")
     rows = numpy.random.default_rng(seed).dirichlet([concentration] * vocab_size, size=vocab_size**order)
     return torch.from_numpy(rows).reshape([vocab_size] * (order + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import pandas as pd
 
@@ -36,7 +37,14 @@ def covers(axis: str, key: str) -> bool:
     return key == axis or key.startswith(axis + ".") or _DERIVED.get(key) == axis
 
 
-def check_shared(cells: Sequence[CellResult], axes: Sequence[str]) -> None:
+class HasSettings(Protocol):
+    """A cell, computed or not."""
+
+    @property
+    def settings(self) -> Mapping[str, object]: ...
+
+
+def check_shared(cells: Sequence[HasSettings], axes: Sequence[str]) -> None:
     """Refuse cells that do not belong in one table.
 
     Raises:
@@ -74,7 +82,7 @@ def check_shared(cells: Sequence[CellResult], axes: Sequence[str]) -> None:
         seen.add(point)
 
 
-def axis_columns(cells: Sequence[CellResult], axis: str) -> dict[str, list[object]]:
+def axis_columns(cells: Sequence[HasSettings], axis: str) -> dict[str, list[object]]:
     """The table columns of one axis, one value per cell.
 
     An exact key ("sampling.temperature") gives itself. A group ("drafter") gives a short label under its own name (the
@@ -88,11 +96,11 @@ def axis_columns(cells: Sequence[CellResult], axis: str) -> dict[str, list[objec
     return {axis: labels, **{key: [cell.settings.get(key) for cell in cells] for key in members}}
 
 
-def _same_name(axis: str, one: CellResult, other: CellResult) -> bool:
+def _same_name(axis: str, one: HasSettings, other: HasSettings) -> bool:
     return _text(one, f"{axis}.name") == _text(other, f"{axis}.name")
 
 
-def _label(cell: CellResult, namesakes: Sequence[CellResult], axis: str, members: Sequence[str]) -> object:
+def _label(cell: HasSettings, namesakes: Sequence[HasSettings], axis: str, members: Sequence[str]) -> object:
     name = cell.settings.get(f"{axis}.name")
     varying = [k for k in members if k != f"{axis}.name" and len({_text(c, k) for c in namesakes}) > 1]
     details = ", ".join(f"{k.removeprefix(axis + '.')}={_text(cell, k)}" for k in varying if k in cell.settings)
@@ -101,7 +109,7 @@ def _label(cell: CellResult, namesakes: Sequence[CellResult], axis: str, members
     return f"{name} ({details})" if details else str(name)
 
 
-def _text(cell: CellResult, key: str) -> str:
+def _text(cell: HasSettings, key: str) -> str:
     """A value as text, equal for equal values: 1 and 1.0 are one temperature."""
     if key not in cell.settings:
         return _ABSENT

@@ -24,11 +24,7 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
     """Compute the grid, find the best draft temperature of each target temperature, draw the heat map.
 
     Writes best.csv (`best_draft_temperatures`) beside the usual tables.
-
-    Raises:
-        UsageError: as for `check`, before anything is computed.
     """
-    check([cell.settings for cell in cells])
     results = compute(cells, store)
     built = tables.build(results, axes, {DRAFT: 0.0})
     best = best_draft_temperatures(results)
@@ -38,7 +34,12 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
     )
 
 
-def check(points: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], int]:
+def check(cells: Sequence[Cell], axes: Sequence[str]) -> None:
+    """Refuse cells that the heat map has no place for, before any is computed (`place_of`)."""
+    place_of([cell.settings for cell in cells])
+
+
+def place_of(points: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], int]:
     """Index of the cell of every (target temperature, draft temperature).
 
     Raises:
@@ -66,7 +67,7 @@ def best_draft_temperatures(cells: Sequence[CellResult]) -> pd.DataFrame:
     temperature T and 0, with paired intervals in which `best` stays what it is on all prompts. Being the maximum of a
     noisy row, the acceptance length at `best` is a little too high, and so are the losses.
     """
-    found = check([cell.settings for cell in cells])
+    found = place_of([cell.settings for cell in cells])
     rows = []
     for target in sorted({target for target, _ in found}):
         drafts = sorted(draft for other, draft in found if other == target)

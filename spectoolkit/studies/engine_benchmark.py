@@ -111,7 +111,7 @@ def run(
     with progress_bar(len(cells) * repetitions, "run") as bar:
         for cell in cells:
             experiment = cell.build()
-            check(experiment)
+            check_models(experiment)
             _assisted(experiment, experiment.requests[:1], fixed_length=True)  # first calls are slow
             _loop(replace(experiment, requests=experiment.requests[:1]))
             runs: list[dict[str, float]] = []
@@ -134,7 +134,7 @@ def run(
     return f"{text}\nTable and manifest are in {store.folder}"
 
 
-def check(experiment: Experiment) -> None:
+def check_models(experiment: Experiment) -> None:
     """Refuse what assisted generation cannot do.
 
     Raises:

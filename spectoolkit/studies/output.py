@@ -11,7 +11,7 @@ from spectoolkit.errors import UsageError
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.report import plots, tables
-from spectoolkit.report.cells import CellResult, axis_columns
+from spectoolkit.report.cells import CellResult, HasSettings, axis_columns
 from spectoolkit.runner import missing_requests, run_cells
 from spectoolkit.study import Cell, Store
 
@@ -65,7 +65,7 @@ def places(points: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[tup
     return found
 
 
-def strategies(cells: Sequence[CellResult]) -> list[str]:
+def strategies(cells: Sequence[HasSettings]) -> list[str]:
     """A name per cell: its drafter, and its verifier where that is neither rejection nor named like the drafter."""
     drafters = axis_columns(cells, "drafter")["drafter"]
     verifiers = axis_columns(cells, "verifier")["verifier"]

@@ -32,15 +32,24 @@ MOST_OUTPUTS = 20_000
 """Outputs of one request that are enumerated at most for the exact value on a toy."""
 
 
+def check(cells: Sequence[Cell], axes: Sequence[str]) -> None:
+    """Refuse live cells without a replayed twin.
+
+    Raises:
+        UsageError: names one.
+    """
+    keys = {_key(cell) for cell in cells}
+    for cell in cells:
+        if cell.engine == "live" and _key(cell, engine="replay") not in keys:
+            raise UsageError(f"replay_check: expected every cell live and replayed, {cell.label} is only live")
+
+
 def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Mapping[str, Any]) -> str:
     """Compare live cells with two replays: of their own outputs, and of outputs that were sampled separately.
 
     The first difference holds nothing but the randomness of drafting and verification, and is the sharp test. The
     second holds that of the text, too. Standard errors come from the 95 % cluster bootstrap intervals, paired by
     prompt. On a toy small enough the exact value is enumerated over all outputs.
-
-    Raises:
-        UsageError: a live cell without its replayed twin.
     """
     with progress_bar(missing_requests(cells, store), "request") as bar:
         results = run_cells(cells, store, bar)
@@ -49,9 +58,7 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
     live_cells = [cell for cell in cells if cell.engine == "live"]
     with progress_bar(len(live_cells), "check") as bar:
         for cell in live_cells:
-            twin = by_key.get(_key(cell, engine="replay"))
-            if twin is None:
-                raise UsageError(f"replay_check: expected every cell live and replayed, {cell.label} is only live")
+            twin = by_key[_key(cell, engine="replay")]
             rows.append(_compare(cell, by_key[_key(cell)][1], twin[1], axes))
             bar.update(1)
     table = pd.DataFrame(rows)

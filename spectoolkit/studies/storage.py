@@ -29,6 +29,22 @@ SERVED = {
 """Shapes of the usual targets of these sizes: grouped-query attention with 8 key/value heads."""
 
 
+def check(
+    cells: Sequence[Cell], axes: Sequence[str], *, lower: str = "argmax", upper: str = "same_temperature"
+) -> None:
+    """Refuse names of strategies that no cell has, before any is computed.
+
+    Raises:
+        UsageError: names the strategies.
+    """
+    names = strategies(cells)
+    for argument, name in (("lower", lower), ("upper", upper)):
+        if name not in names:
+            raise UsageError(
+                f"study.{argument}: expected a strategy of the cells ({', '.join(dict.fromkeys(names))}), got {name!r}"
+            )
+
+
 def run(
     cells: Sequence[Cell],
     store: Store,

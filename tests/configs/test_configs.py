@@ -180,13 +180,13 @@ def test_a_cell_is_known_by_what_can_change_its_numbers():
         (["target=hf"], r"no value for model; say target\.model=\.\.\."),
         (["draft_model=layer_skip"], r"no value for skipped_layers; say draft_model\.skipped_layers"),
         (["sampling.temperature=-1"], r"sampling\.temperature: expected a number >= 0 \(0 is greedy\), got -1"),
-        (["sampling.temperature=warm"], r"sampling\.temperature: expected a finite number, got 'warm'"),
-        (["sampling.temperature=nan"], r"sampling\.temperature: expected a finite number, got nan"),
+        (["sampling.temperature=warm"], r"sampling\.temperature: expected a finite number .*got 'warm'"),
+        (["sampling.temperature=nan"], r"sampling\.temperature: expected a finite number .*got nan"),
         (["sampling.top_p=0"], r"sampling\.top_p: expected a number in \(0, 1\]"),
         (["sampling.top_p=1.1"], r"sampling\.top_p: expected a number in \(0, 1\]"),
         (["sampling.top_k=2.5"], r"sampling\.top_k: expected an integer >= 0"),
-        (["num_draft_tokens=0"], "num_draft_tokens: expected an integer >= 1, got 0"),
-        (["num_draft_tokens=2.0"], "num_draft_tokens: expected an integer >= 1, got 2.0"),
+        (["num_draft_tokens=0"], "num_draft_tokens: expected an integer from 1 to 1024, got 0"),
+        (["num_draft_tokens=2.0"], "num_draft_tokens: expected an integer from 1 to 1024, got 2.0"),
         (["batch_size=true"], "batch_size: expected an integer >= 1, got True"),
         (["seed=x"], "seed: expected an integer"),
         (["stop_strings=[1]"], "stop_strings: expected a list of non-empty texts"),
@@ -195,9 +195,33 @@ def test_a_cell_is_known_by_what_can_change_its_numbers():
         (["verifier=typical", "verifier.recovery=none"], "recovery"),
         (["prompts.categories=[nope]"], "categories: expected only rewriting"),
         (["prompts=jsonl", "prompts.path=/nonexistent.jsonl"], "expected a readable file"),
-        (["drafter._target_=no.such"], r"drafter\._target_: expected an importable class"),
+        (["drafter._target_=no.such"], r"drafter\._target_: expected the path of a class"),
         (["experiment=temperature_sweep", "sampling.temperature=0.4"], r"is an axis of this study.*grid\.sampling"),
         (["experiment=temperature_sweep", "grid.drafter=argmax"], r"grid\.drafter: expected a non-empty list"),
+        (["drafter=null"], "drafter: expected one of its options|Config group override"),
+        (["~num_draft_tokens"], "num_draft_tokens: expected an integer from 1 to 1024, got nothing"),
+        (["study=null"], "study: expected a mapping with a _target_, got None"),
+        (["grid=5"], "grid: expected a mapping"),
+        (["samples_per_prompt=null"], "samples_per_prompt: expected an integer >= 1, got None"),
+        (["verifier._target_=spectoolkit.verifiers"], r"verifier\._target_: expected the path of a class or function"),
+        (["sampling.top_k=99999999999999999999"], r"sampling\.top_k: expected an integer >= 0"),
+        (["drafter.ratio=inf"], "as a number from 0 to 1e"),
+        (["drafter.ratio=99999999999999999999"], "ratio: expected float"),
+        (["sampling.logit_bias={true:5}"], r"sampling\.logit_bias: expected token ids"),
+        (["sampling.logit_bias={1:1e38}"], r"sampling\.logit_bias: expected token ids .* of at most 1e\+09"),
+        (["num_draft_tokens=100000"], "num_draft_tokens: expected an integer from 1 to 1024"),
+        (["trajectories=/nonexistent"], "trajectories: only a replay reads them"),
+        (["engine=replay", "trajectories=/nonexistent"], "trajectories: expected a file"),
+        (["+grid.seed=[0,0]"], "expected one cell per point of the axes, got two at seed=0"),
+        (["+grid.name=[a,b]"], r"grid\.name: a grid varies the settings of cells"),
+        (["+grid.nope=[1]"], "nope: the chosen options have no such setting"),
+        (["+grid.sampling=[default,greedy]", "sampling.temperature=0.5"], "sampling is an axis of this study"),
+        (["cases=[{drafter:argmax}]", "+grid.drafter=[ngram]"], "cases: drafter meets the axis drafter of the grid"),
+        (["cases=[{drafter:[argmax]}]"], "cases: expected the name of an option for drafter"),
+        (["experiment=temperature_sweep", "grid.drafter=[ngram]"], r"study\.baseline: expected settings of at least"),
+        (["experiment=temperature_sweep", "study.panel=seed"], "study: expected x, line and panel among the axes"),
+        (["experiment=replay_check", "grid.engine=[live]"], "expected every cell live and replayed"),
+        (["experiment=storage", "study.lower=foo"], r"study\.lower: expected a strategy of the cells"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused_before_anything_is_loaded(overrides, message, monkeypatch):
@@ -215,6 +239,36 @@ def test_all_errors_are_reported_at_once():
         config.plan([*overrides, "+grid.drafter=[argmax,temperature]"])
     for part in ("sampling.temperature", "num_draft_tokens", "verifier.epsilon", "ratio and constant"):
         assert str(caught.value).count(part) == 1
+
+
+def test_texts_in_a_grid_stay_as_they_are():
+    values = ["x,y", " a", "k:v", "=", "a(b", "é", '"q', "1", "null"]
+    plan = config.plan(["target=tabular", "draft_model=tabular", "+grid.stop_strings=[[a],[b]]"])
+    assert [cell.settings["stop_strings"] for cell in plan.cells] == [["a"], ["b"]]
+    base = config._compose(("target=tabular",))[0]
+    for value in values:
+        assert config._resolved(base, {"stop_strings": [value]})["stop_strings"] == [value]
+
+
+def test_changed_files_are_not_taken_for_the_ones_before(prompt_file, tmp_path):
+    overrides = ["target=tabular", "draft_model=tabular", "prompts=jsonl", f"prompts.path={prompt_file}"]
+    (before,) = config.plan(overrides).cells
+    prompt_file.write_text(prompt_file.read_text().replace("abc", "abd"))
+    (after,) = config.plan(overrides).cells
+    assert before.fingerprint != after.fingerprint
+    assert before.text_identity != after.text_identity
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights").write_text("1")
+    (before,) = config.plan(["target=hf", f"target.model={model}"]).cells
+    (model / "weights").write_text("22")
+    (after,) = config.plan(["target=hf", f"target.model={model}"]).cells
+    assert before.fingerprint != after.fingerprint
+
+
+def test_a_home_folder_is_expanded(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config.plan(["folder='~/study'"]).folder == tmp_path / "study"
 
 
 def test_a_jsonl_fault_names_file_and_line(prompt_file):

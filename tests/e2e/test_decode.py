@@ -11,7 +11,7 @@ from scipy import stats
 
 from spectoolkit.datatypes import DraftNoise, PointMass, Request, SamplingParams, TopM
 from spectoolkit.decode import check_pair
-from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, TopMDrafter
+from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, NoDrafter, TopMDrafter
 from spectoolkit.errors import InvalidLogitsError, UsageError
 from spectoolkit.functional.acceptance import coupled_overlap
 from spectoolkit.functional.draw import draw
@@ -468,3 +468,57 @@ def test_the_draft_cache_drops_what_was_rejected_and_lacks_the_last_of_a_fully_a
     assert state.num_cached.tolist() == [2 + kept]
     assert state.cache.lengths.tolist() == [2 + kept]
     assert state.pending.tolist() == [emitted[0, kept:].tolist()]
+
+
+def test_overflow_by_the_sampling_parameters_is_an_error_and_never_a_token():
+    class Loud(TabularModel):
+        def score(self, state, tokens):
+            logits, state = super().score(state, tokens)
+            return (logits.float() * 1e37).nan_to_num(neginf=-3e38), state
+
+    target = Loud(random_tabular(5, 1).rows)
+    asked = [Request("r", (1,), 4, SamplingParams(temperature=1e-20))]
+    with pytest.raises(InvalidLogitsError, match=r"target logits of request 'r' at position 1 .*overflow"):
+        run(target, NoDrafter(), Rejection(), asked)
+
+
+@pytest.mark.parametrize("drafter", ["argmax", "same_temperature", "top_m", "coupled"])
+def test_nan_of_the_draft_model_behind_a_rows_budget_concerns_nobody(drafter):
+    class Broken(TabularModel):
+        """NaN in the rows of the request whose prompt begins with a 4, from where it may not draft any more."""
+
+        def score(self, state, tokens):
+            logits, new = super().score(state, tokens)
+            for b, q in itertools.product(*map(range, tokens.shape)):
+                if int(new.tokens[b, self.order]) == 4 and int(state.lengths[b]) + q + 1 >= 5:
+                    logits = logits.clone()
+                    logits[b, q] = float("nan")
+            return logits, new
+
+    target = random_tabular(5, 2)
+    make = drafters(Broken(target.rows), 5)[drafter]
+    short = Request("short", (4, 1, 2), 3, SamplingParams(temperature=0.7))
+    long = Request("long", (1, 2), 12, SamplingParams(temperature=0.7))
+    verifier = VERIFIERS["coupled" if drafter == "coupled" else "rejection"]
+    alone = run(target, make, verifier, [short], 4)["short"]
+    assert outcome(run(target, make, verifier, [short, long], 4)["short"]) == outcome(alone)
+
+
+@pytest.mark.parametrize(
+    ("request_", "draft_context", "message"),
+    [
+        (Request("b", (1,), 2, SamplingParams(logit_bias={9: 1.0})), 4096, "request 'b': expected logit_bias"),
+        (Request("b", (1,), 20), 10, "request 'b': expected prompt and output to fit into the 10 .* the draft model"),
+    ],
+)
+def test_bad_requests_are_refused_before_any_other_is_decoded(request_, draft_context, message):
+    target, _ = toy_pair()
+    draft = TabularModel(target.rows, context_length=draft_context)
+    with pytest.raises(UsageError, match=message):
+        run(target, ModelDrafter(draft, 5, ratio=1.0), Rejection(), [*requests(1, max_new_tokens=2), request_])
+
+
+@pytest.mark.parametrize("bad", [{"seed": 2**63}, {"seed": 1.5}, {"max_new_tokens": 2.5}, {"stop_strings": "abc"}])
+def test_requests_of_wrong_types(bad):
+    with pytest.raises(UsageError, match="request 'r': expected"):
+        Request(**{"id": "r", "prompt": (1,), "max_new_tokens": 1, **bad})

@@ -13,7 +13,7 @@ from scipy.integrate import quad
 from spectoolkit import config, metrics, trajectories
 from spectoolkit.datatypes import Dense, Request, SamplingParams
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, NoDrafter
-from spectoolkit.errors import InvalidLogitsError, UsageError
+from spectoolkit.errors import InvalidLogitsError, RunError, UsageError
 from spectoolkit.models.layer_skip import skip_layers
 from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.records import request_row
@@ -275,7 +275,43 @@ def test_given_trajectories_must_be_of_this_target_at_this_setting(tmp_path):
     for change, key in (("sampling.temperature=0.5", "sampling.temperature"), ("target.seed=1", "target.seed")):
         with pytest.raises(UsageError, match=rf"sampled from this target at this setting.*differs in {key}: "):
             config.plan([*given, change]).run()
-    with pytest.raises(UsageError, match="expected a file of trajectories"):
-        config.plan([*given[:-1], f"trajectories={tmp_path / 'none'}"]).run()
-    (outputs,) = [trajectories.load(path, cell.build().requests, cell.text_identity) for cell in config.plan(TOY).cells]
-    assert len(outputs.outputs) == 6
+    with pytest.raises(UsageError, match="trajectories: expected a file, got"):
+        config.plan([*given[:-1], f"trajectories={tmp_path / 'none'}"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tokens: [99, *tokens[1:]], "token ids below 8"),
+        (lambda tokens: [-1, *tokens[1:]], "token ids below 8"),
+        (lambda tokens: [*tokens, *tokens], "expected 1 to 8 token ids"),
+        (lambda tokens: [], "expected 1 to 8 token ids"),
+        (lambda tokens: tokens[:3], "length only at the limit"),
+    ],
+)
+def test_given_trajectories_must_be_outputs_that_the_requests_can_have(change, message, tmp_path):
+    (cell,) = config.plan(TOY).cells
+    asked, identity = cell.build().requests, cell.text_identity
+    outputs = tuple(tuple(change([1, 2, 3, 4, 5, 6, 7, 0])) for _ in asked)
+    trajectories.save(tmp_path / "t", Trajectories(tuple(asked), outputs, ("length",) * len(asked)), identity)
+    with pytest.raises(UsageError, match=message):
+        trajectories.load(tmp_path / "t", asked, identity, 8)
+
+
+def test_a_torn_file_of_own_trajectories_says_what_to_delete(tmp_path):
+    overrides = [*TOY, f"folder={tmp_path}"]
+    config.plan(overrides).run()
+    (path,) = (tmp_path / "trajectories").iterdir()
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(RunError, match=rf"delete {path} to have them sampled again"):
+        config.plan([*overrides, "verifier=match"]).run()
+
+
+def test_more_drafts_than_an_output_has_room_for_change_nothing():
+    target, draft = toy_pair()
+    asked = requests(3, max_new_tokens=5)
+    outputs = Trajectories(tuple(asked), tuple((1,) * r.max_new_tokens for r in asked), ("length",) * 3)
+    counts = replay(target, [Strategy(ModelDrafter(draft, 5, ratio=1.0), Rejection(), 40)], outputs)[0]
+    assert len(counts) == 40
+    assert torch.equal(counts[39].steps, counts[7].steps)
+    assert counts[39].accepted_at.shape == (3, 1, 40)

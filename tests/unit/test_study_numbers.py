@@ -75,7 +75,7 @@ def test_a_grid_without_argmax_or_the_own_temperature_is_refused_before_anything
     with pytest.raises(UsageError, match=r"to hold 0 \(argmax\) and every sampling\.temperature, got no 0 and no 0\.5"):
         draft_temperature.best_draft_temperatures(drafted_at(0.5, {0.3: (1, 1)}))
     with pytest.raises(UsageError, match="no place for axes other than"):
-        draft_temperature.check([{"sampling.temperature": 1.0, "drafter.constant": 0.0}] * 2)
+        draft_temperature.place_of([{"sampling.temperature": 1.0, "drafter.constant": 0.0}] * 2)
     with pytest.raises(UsageError, match=r"no drafter\.constant"):
         output.places([{"sampling.temperature": 1.0}], ("sampling.temperature", "drafter.constant"))
 

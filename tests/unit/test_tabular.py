@@ -87,7 +87,7 @@ def test_concentration_decides_how_peaked_the_rows_are() -> None:
         (lambda: TabularModel(torch.ones(2, 2)), "rows: expected probabilities"),
         (lambda: TabularModel(torch.tensor([1.5, -0.5])), "rows: expected probabilities"),
         (lambda: random_tabular(vocab_size=100, order=5), "vocab_size, order: expected a table"),
-        (lambda: random_tabular(concentration=0.0), "concentration: expected a number > 0, got 0.0"),
+        (lambda: random_tabular(concentration=0.0), "concentration: expected a finite number > 0, got 0.0"),
         (lambda: random_tabular(stop_ids=[8]), r"stop_ids: expected tokens below 8, got \[8\]"),
         (lambda: blend_tabular(random_tabular(), 1.5), r"weight: expected a number in \[0, 1\], got 1.5"),
         (lambda: blend_tabular("smollm2", 0.5), "draft_model: expected a tabular target for a tabular draft, got str"),
