@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ def heat_map(
     """`metric` over draft temperature (columns) and target temperature (rows), one cell per row of `overall`.
 
     Values stand in the cells where they fit. Columns are equally wide, in order; argmax (0) stands apart at the left
-    edge. A dashed line joins the cells where both temperatures are equal; it leaves out the numbers.
+    edge. A dashed stroke stands in the cells where both temperatures are equal.
 
     Args:
         ax: the axes, of final size.
@@ -151,11 +150,11 @@ def draft_temperature_figure(overall: pd.DataFrame, best: pd.DataFrame, width_in
 
 
 def _equal_temperatures(ax: Axes, targets: list[float], drafts: list[float], at: list[float]) -> None:
-    """Pieces of the line draft = target between the numbers of neighbouring rows."""
+    """A dashed stroke above the number where draft = target, also between two columns."""
     inside = [(i, float(np.interp(t, drafts, at))) for i, t in enumerate(targets) if drafts[0] <= t <= drafts[-1]]
-    for (i, x), (j, other) in pairwise(inside):
-        ax.plot([x, other], [i + 0.22, j - 0.22], color=_PAPER, linewidth=2.2, zorder=4)
-        ax.plot([x, other], [i + 0.22, j - 0.22], color=_INK, linewidth=1.0, linestyle=(0, (2.5, 1.2)), zorder=4)
+    for i, x in inside:
+        for colour, width, dashes in ((_PAPER, 2.4, "solid"), (_INK, 1.1, (0, (2.2, 1.1)))):
+            ax.plot([x - 0.3, x + 0.3], [i + 0.3] * 2, color=colour, linewidth=width, linestyle=dashes, zorder=7)
 
 
 def _best(ax: Axes, best: pd.DataFrame, targets: list[float], drafts: list[float], at: list[float]) -> None:

@@ -80,7 +80,7 @@ def storage_figure(found: pd.DataFrame, upper: str | None = None, width_in: floa
     with style.paper():
         at_end = [label_of(label) for label in found.loc[found["kept"] == "whole row", "label"]]
         room = max((text_width_pt(label, style.SMALL_PT) for label in at_end), default=0.0) / 72 + 0.2
-        height_in, left, gap, bottom, top = 2.4, 0.56, 0.3, 0.4, 0.24
+        height_in, left, gap, bottom, top = 2.4, 0.66, 0.36, 0.4, 0.24
         each = (width_in - left - room * len(temperatures) - gap * (len(temperatures) - 1)) / len(temperatures)
         if each < 1.2:
             raise UsageError(
