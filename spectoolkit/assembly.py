@@ -146,7 +146,9 @@ def make_cell(config: Mapping[str, Any], choices: Mapping[str, str], loaders: Lo
     unused = () if uses_draft_model else ("draft_model.",)
     if engine == "live":
         unused += ("engine", "trajectories")
-    named = {**settings, **contents, "prompts.content": _hash(repr(prompts))}
+    contents |= {"prompts.content": _hash(repr(prompts))}
+    contents |= {"drafter.code": _code(drafter), "verifier.code": _code(verifier)}
+    named = {**settings, **contents}
     identity = {
         key: value for key, value in named.items() if not key.startswith(unused) and key not in NO_EFFECT_ON_NUMBERS
     }
@@ -248,6 +250,14 @@ def _content(path: str) -> str:
         return hashlib.sha256(place.read_bytes()).hexdigest()[:16]
     files = sorted(file for file in place.rglob("*") if file.is_file())
     return _hash(repr([(str(f.relative_to(place)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]))
+
+
+def _code(part: object) -> str:
+    """A hash of the source of an object's class and its bases, for those who are writing it; "" where there is none."""
+    try:
+        return _hash("".join(inspect.getsource(base) for base in type(part).__mro__ if base is not object))
+    except (OSError, TypeError):
+        return ""
 
 
 def _hash(text: str) -> str:

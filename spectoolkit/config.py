@@ -69,6 +69,8 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
     Raises:
         UsageError: everything that is wrong with the configuration, in one message.
     """
+    if isinstance(overrides, str):
+        raise UsageError(f"overrides: expected a list of texts, got one text; say plan([{overrides!r}])")
     compose_once = cache(_compose)  # most points of a grid differ in values only, and composing is slow
     base = _resolved(compose_once(tuple(overrides))[0], {})
     axes = _axes(base.get("grid"))
@@ -148,7 +150,8 @@ def _compose(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(str(error).strip()) from error
+        message = str(error).split("\nConfig search path:")[0].strip()
+        raise UsageError(message) from error
 
 
 def _resolved(config: DictConfig, settings: Mapping[str, Any]) -> dict[str, Any]:

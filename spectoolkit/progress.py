@@ -10,6 +10,6 @@ from tqdm import tqdm
 
 @contextmanager
 def progress_bar(total: int | None, unit: str) -> Iterator[tqdm]:
-    """A bar over `total` units (None: not known yet); no bar where there is nothing to do."""
-    with tqdm(total=total, unit=unit, dynamic_ncols=True, smoothing=0.05, disable=total == 0) as bar:
+    """A bar over `total` units (None: not known yet); no bar where there is nothing to do or no terminal."""
+    with tqdm(total=total, unit=unit, dynamic_ncols=True, smoothing=0.05, disable=True if total == 0 else None) as bar:
         yield bar

@@ -132,9 +132,10 @@ def load_jsonl(
 ) -> tuple[Prompt, ...]:
     """Return the prompts in a UTF-8 file of one JSON object per line; blank lines are skipped.
 
-    Each object has an id and a category (strings or whole numbers) and exactly one of a text (a string) and messages
-    (a list of {role, content}); a field that is null counts as absent, and further fields are ignored. `limit` keeps
-    that many, spread evenly over the categories (see `spread`); the other lines are checked all the same.
+    Each object has exactly one of a text (a string) and messages (a list of {role, content}), and may have an id
+    (default "line-<number>") and a category (default "all"), strings or whole numbers; a text or messages that are null
+    count as absent, and further fields are ignored. `limit` keeps that many, spread evenly over the categories (see
+    `spread`); the other lines are checked all the same.
     Raises `UsageError` naming file and line for anything else, for duplicate ids, and for a file without prompts.
     """
     try:
@@ -266,19 +267,15 @@ def _parse_jsonl(
     first_lines: dict[str, int] = {}
     for number, row in _json_objects(data, source):
         where = f"{source}, line {number}"
-        for field in (id_field, category_field):
-            if field not in row:
-                present = ", ".join(row) or "none"
-                raise UsageError(f"{where}: expected a field {field!r}; got the fields: {present}")
-        identifier = _label(row[id_field], id_field, where)
-        category = _label(row[category_field], category_field, where)
+        identifier = _label(row[id_field], id_field, where) if id_field in row else f"line-{number}"
+        category = _label(row[category_field], category_field, where) if category_field in row else "all"
         content = {
             key: row[field]
             for key, field in (("text", text_field), ("messages", messages_field))
             if row.get(field) is not None
         }
         if len(content) != 1:
-            given = "both" if content else "neither"
+            given = "both" if content else f"neither among the fields {', '.join(row) or '(none)'}"
             raise UsageError(f"{where}: expected exactly one of {text_field!r} and {messages_field!r}; got {given}")
         field = text_field if "text" in content else messages_field
         prompt = _make_prompt(identifier, category, content, field, where)

@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 
 from spectoolkit.datatypes import Completion, Request
-from spectoolkit.errors import RunError
+from spectoolkit.errors import RunError, UsageError
 from spectoolkit.files import replace, replace_text, writing
 from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
 from spectoolkit.metrics import check_rows
@@ -155,6 +155,25 @@ class Store:
     def trajectories_path(self, cell: Cell) -> Path:
         """Where the outputs are kept that a replay of this cell reads."""
         return self.folder / "trajectories" / f"{_hash(cell.text_identity)}.parquet"
+
+    def check_owner(self, config: Mapping[str, Any]) -> None:
+        """Refuse to write over the tables of a study with other settings; its grid, cases and folder may differ.
+
+        Raises:
+            UsageError: names the settings that differ.
+        """
+        try:
+            before = json.loads((self.folder / "manifest.json").read_text())["config"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # no study yet, or one whose manifest cannot be read and is written anew
+        now = json.loads(json.dumps(config, default=str))
+        free = ("grid", "cases", "folder", "study")
+        differing = sorted(k for k in before.keys() | now.keys() if k not in free and before.get(k) != now.get(k))
+        if differing:
+            raise UsageError(
+                f"folder: {self.folder} holds the tables of a study with other settings ({', '.join(differing)}); "
+                "say folder=... for this one, or delete manifest.json there to have them replaced"
+            )
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Write `manifest.json`."""

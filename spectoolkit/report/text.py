@@ -128,15 +128,23 @@ def _provenance(tables: Tables) -> str:
         low, high = min(overall[name].tolist()), max(overall[name].tolist())
         return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
 
-    engines = {"live": "decoded live", "replay": "exact expectations replayed from teacher-forced passes"}
-    made = ", ".join(engines.get(str(name), str(name)) for name in overall["engine"].unique())
+    engines = {"live": "decoded live", "replay": "replayed (expected counts, exact given the sampled outputs)"}
+    counts = overall["engine"].value_counts(sort=False).items()
+    made = ", ".join(f"{count} {engines.get(str(name), str(name))}" for name, count in counts)
+    few = " With fewer than about 20 prompts they are too narrow." if overall["clusters"].min() < 20 else ""
+    lossy = (
+        ""
+        if overall["lossless"].all()
+        else " Rows that are not lossless sample another law than the target's: their acceptance length is not "
+        "comparable with that of the others."
+    )
     k = sum(name.startswith("accepted_at_") and not name.endswith("_conditional") for name in overall.columns)
     return (
-        f"{len(overall)} cells, {made}; at most {k} draft tokens per step (K); {span('emitted')} output tokens and "
+        f"{len(overall)} cells: {made}; at most {k} draft tokens per step (K); {span('emitted')} output tokens and "
         f"{span('requests')} requests per cell. Brackets are {100 * tables.confidence:g} % intervals: percentile "
         f"cluster bootstrap over {span('clusters')} prompts, {tables.num_resamples:,} resamples, the same ones in "
-        f"every cell. {UNDEFINED} marks a value that is undefined (nothing to divide by). Unrounded numbers and all "
-        "other metrics: table.csv, table.parquet."
+        f"every cell.{few}{lossy} {UNDEFINED} marks a value that is undefined (nothing to divide by). Unrounded "
+        "numbers and all other metrics: table.csv, table.parquet."
     )
 
 
@@ -151,7 +159,7 @@ def _axis_values(tables: Tables, row: Mapping[str, Any]) -> dict[str, str]:
 def _main(tables: Tables, brief: bool = False) -> list[dict[str, str]]:
     pooled, mean = ("AL, pooled", "AL, request mean") if brief else (
         "acceptance length, pooled (Σ emitted / Σ steps)", "acceptance length, mean over requests")  # fmt: skip
-    proposing = "AL, proposing steps" if brief else "per proposing step (Σ emitted / Σ steps with a proposal)"
+    proposing = "AL, proposing steps" if brief else "over proposing steps (Σ emitted in such steps / Σ such steps)"
     # Both figures must be shown as soon as some steps had no proposal: they differ by as much as the skipped share.
     skips = any(row["proposing_steps"] < row["steps"] for row in tables.overall.to_dict("records"))
     rows = []

@@ -40,7 +40,7 @@ def run(
     """
     if not cost_ratios or not all(math.isfinite(c) and c >= 0 for c in cost_ratios):
         raise UsageError(f"study.cost_ratios: expected numbers >= 0, got {list(cost_ratios)!r}")
-    results = compute(cells, store)
+    results = compute(cells, store, config)
     built = tables.build(results, axes)
     is_free = [not any(key.startswith("draft_model.") for key in cell.identity) for cell in cells]
     found = expected_speedups(results, is_free, cost_ratios)

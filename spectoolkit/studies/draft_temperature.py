@@ -25,7 +25,7 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
 
     Writes best.csv (`best_draft_temperatures`) beside the usual tables.
     """
-    results = compute(cells, store)
+    results = compute(cells, store, config)
     built = tables.build(results, axes, {DRAFT: 0.0})
     best = best_draft_temperatures(results)
     files.replace_text(store.folder / "best.csv", best.to_csv(index=False, lineterminator="\n"))

@@ -16,8 +16,13 @@ from spectoolkit.runner import missing_requests, run_cells
 from spectoolkit.study import Cell, Store
 
 
-def compute(cells: Sequence[Cell], store: Store) -> list[CellResult]:
-    """All cells; those that are not in the store are computed, with a progress bar."""
+def compute(cells: Sequence[Cell], store: Store, config: Mapping[str, Any]) -> list[CellResult]:
+    """All cells; those that are not in the store are computed, with a progress bar.
+
+    Raises:
+        UsageError: the folder holds the tables of a study with other settings (its grid may differ).
+    """
+    store.check_owner(config)
     with progress_bar(missing_requests(cells, store), "request") as bar:
         return run_cells(cells, store, bar)
 
@@ -33,12 +38,13 @@ def write(
 ) -> str:
     """Tables, figure and manifest into the store's folder; returns what the console shows.
 
-    `findings` are paragraphs that table.md shows first; where there are any, the console shows them alone.
+    `findings` are paragraphs that table.md shows first; where there are any, the console shows them alone, else the
+    first table.
     """
     tables.write(built, store.folder, title, findings)
     plots.save(figure, store.folder)
     store.write_manifest({"provenance": provenance(), "config": config, "cells": store.describe(cells)})
-    shown = "\n\n".join(findings) or (store.folder / "table.md").read_text()
+    shown = "\n\n".join(findings) or (store.folder / "table.md").read_text().split("\n## Acceptance by")[0]
     return f"{shown}\n\nTables, figure and manifest are in {store.folder}"
 
 

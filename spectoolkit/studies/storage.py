@@ -64,7 +64,7 @@ def run(
     Raises:
         UsageError: `lower` or `upper` names no strategy, or the cells vary something else.
     """
-    results = compute(cells, store)
+    results = compute(cells, store, config)
     built = tables.build(results, axes)
     found, memory = recovered(results, lower, upper), server_memory()
     files.replace_text(store.folder / "recovered.csv", found.to_csv(index=False, lineterminator="\n"))

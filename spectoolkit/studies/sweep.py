@@ -60,6 +60,6 @@ def run(
         x, line, panel: axes of the figure: abscissa, one line per value, one panel per value.
         baseline: the cells that differences are taken against, e.g. {"drafter": "argmax"}.
     """
-    built = tables.build(compute(cells, store), axes, baseline)
+    built = tables.build(compute(cells, store, config), axes, baseline)
     figure = plots.sweep_figure(built.overall, panel=panel, x=x, line=line)
     return write(store, cells, config, built, title, figure)

@@ -30,7 +30,7 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
     """
     for cell in cells:
         side(cell.settings)
-    results = compute(cells, store)
+    results = compute(cells, store, config)
     built = tables.build(results, axes)
     found = by_side(results)
     files.replace_text(store.folder / "sides.csv", found.to_csv(index=False, lineterminator="\n"))

@@ -295,9 +295,7 @@ def test_jsonl_byte_order_mark_and_line_separators_inside_strings(tmp_path):
         ('{"id": ', "expected one JSON object; got an unreadable line"),
         ("[" * 100_000, "expected one JSON object; got an unreadable line"),
         ("[1]", r"expected one JSON object; got \[1\] \(list\)"),
-        ({"category": "c", "text": "one"}, "expected a field 'id'; got the fields: category, text"),
-        ({"id": "b", "text": "one"}, "expected a field 'category'; got the fields: id, text"),
-        ({}, "expected a field 'id'; got the fields: none"),
+        ({}, "expected exactly one of 'text' and 'messages'; got neither among the fields"),
         (row([1]), r"'id': expected a non-empty string or a whole number; got \[1\] \(list\)"),
         (row(True), "'id': expected a non-empty string or a whole number; got True"),
         (row(" "), "'id': expected a non-empty string or a whole number; got ' '"),
@@ -508,3 +506,8 @@ def test_configuration_matches_the_loader(name):
     assert loader is getattr(prompts_module, f"load_{name}")
     parameters = inspect.signature(loader).parameters
     assert config == {key: "???" if p.default is p.empty else p.default for key, p in parameters.items()}
+
+
+def test_id_and_category_may_be_left_out(write):
+    loaded = load_jsonl(write({"text": "one"}, {"text": "two", "category": "c"}, {"id": 7, "text": "three"}))
+    assert [(prompt.id, prompt.category) for prompt in loaded] == [("line-1", "all"), ("line-2", "c"), ("7", "all")]
