@@ -131,10 +131,10 @@ def _provenance(tables: Tables) -> str:
     engines = {"live": "decoded live", "replay": "replayed (expected counts, exact given the sampled outputs)"}
     counts = overall["engine"].value_counts(sort=False).items()
     made = ", ".join(f"{count} {engines.get(str(name), str(name))}" for name, count in counts)
-    few = " With fewer than about 20 prompts they are too narrow." if overall["clusters"].min() < 20 else ""
+    few = " With fewer than about 20 prompts they are too narrow." if min(overall["clusters"].tolist()) < 20 else ""
     lossy = (
         ""
-        if overall["lossless"].all()
+        if all(overall["lossless"].tolist())
         else " Rows that are not lossless sample another law than the target's: their acceptance length is not "
         "comparable with that of the others."
     )

@@ -281,3 +281,30 @@ def test_the_package_lists_every_folder_of_configs():
     """A wheel carries `*.yaml` and `*/*.yaml`; nothing may lie deeper."""
     assert {path.relative_to(CONFIGS).parts.__len__() for path in CONFIGS.rglob("*.yaml")} <= {1, 2}
     assert Path(CONFIGS / "config.yaml").exists()
+
+
+def test_a_folder_keeps_the_tables_of_its_study(tmp_path):
+    overrides = ["experiment=temperature_sweep", *TOY, f"folder={tmp_path}", "grid.drafter=[argmax,ngram]"]
+    config.plan(overrides).run()
+    table = (tmp_path / "table.csv").read_bytes()
+    with pytest.raises(UsageError, match=r"holds the tables of a study with other settings \(num_draft_tokens\)"):
+        config.plan([*overrides, "num_draft_tokens=2"]).run()
+    assert (tmp_path / "table.csv").read_bytes() == table
+    config.plan([*overrides[:-1], "grid.drafter=[argmax]"]).run()  # another grid is the same study
+    assert (tmp_path / "table.csv").read_bytes() != table
+
+
+def test_a_stored_cell_says_so(tmp_path):
+    overrides = ["target=tabular", "draft_model=tabular", "prompts.limit=2", "max_new_tokens=4", f"folder={tmp_path}"]
+    first, second = config.plan(overrides).run(), config.plan(overrides).run()
+    assert "same_temperature + rejection, temperature 1.0, K = 4, target tabular" in first
+    assert "stored in" in first
+    assert "taken from" in second
+
+
+def test_a_changed_drafter_is_computed_again(monkeypatch):
+    overrides = ["target=tabular", "draft_model=tabular", "drafter=ngram"]
+    (before,) = config.plan(overrides).cells
+    monkeypatch.setattr("spectoolkit.assembly.inspect.getsource", lambda cls: "changed")
+    (after,) = config.plan(overrides).cells
+    assert before.fingerprint != after.fingerprint

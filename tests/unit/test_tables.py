@@ -195,9 +195,9 @@ def test_files_hold_unrounded_numbers_and_round_for_people(grid, built, tmp_path
     first = built.overall.iloc[0]
     shown = "{acceptance_length:.2f} [{acceptance_length_low:.2f}, {acceptance_length_high:.2f}]".format(**first)
     page = (tmp_path / "table.md").read_text()
-    assert page.startswith("# A title\n\n12 cells, ")
+    assert page.startswith("# A title\n\n12 cells: 12 decoded live; ")
     assert "\n\nA note.\n\n## Acceptance length" in page
-    for part in (shown, "pooled", "mean over requests", "cluster bootstrap over 6 prompts", "per proposing step"):
+    for part in (shown, "pooled", "mean over requests", "cluster bootstrap over 6 prompts", "over proposing steps"):
         assert part in page
     # Every table of the page is rectangular.
     for block in re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE):
