@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,17 +57,22 @@ def run_live(cell: Cell, store: Store, progress: Progress) -> None:
     experiment = cell.build()
     begin = time.perf_counter()
     completions: list[Completion] = []
-    for completion in decode(
+    for completion in completions_of(experiment):
+        completions.append(completion)
+        progress.update(1)
+    store.save_live(cell, completions, experiment, time.perf_counter() - begin)
+
+
+def completions_of(experiment: Experiment) -> Iterator[Completion]:
+    """Decode all requests of a cell (`decode.decode`)."""
+    return decode(
         experiment.target,
         experiment.drafter,
         experiment.verifier,
         experiment.requests,
         num_draft_tokens=experiment.num_draft_tokens,
         batch_size=experiment.batch_size,
-    ):
-        completions.append(completion)
-        progress.update(1)
-    store.save_live(cell, completions, experiment, time.perf_counter() - begin)
+    )
 
 
 def run_replay(cells: Sequence[Cell], store: Store, progress: Progress) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pandas as pd
 
-from spectoolkit.decode import decode
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
 from spectoolkit.functional.theory import expected_acceptance_length
@@ -15,6 +14,7 @@ from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.layer_skip import layer_skip_search
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
+from spectoolkit.runner import completions_of
 from spectoolkit.study import Cell, Store
 
 
@@ -45,14 +45,7 @@ def run(
         )
     with progress_bar(len(experiment.requests), "request") as bar:
         completions = []
-        for completion in decode(
-            experiment.target,
-            experiment.drafter,
-            experiment.verifier,
-            experiment.requests,
-            num_draft_tokens=experiment.num_draft_tokens,
-            batch_size=experiment.batch_size,
-        ):
+        for completion in completions_of(experiment):
             completions.append(completion)
             bar.update(1)
     sequences = [[*one.request.prompt, *one.tokens] for one in completions]

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace as with_changes
 from typing import Any
 
-from spectoolkit.decode import decode
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.replay import Strategy, replay
-from spectoolkit.runner import sample
+from spectoolkit.runner import completions_of, sample
 from spectoolkit.study import Cell, Experiment, Store
 from spectoolkit.trajectories import Trajectories
 
@@ -121,14 +120,7 @@ def _markdown(timings: Sequence[Mapping[str, Any]], found: Mapping[str, float], 
 
 
 def _decode(experiment: Experiment, bar: Any) -> None:
-    for _ in decode(
-        experiment.target,
-        experiment.drafter,
-        experiment.verifier,
-        experiment.requests,
-        num_draft_tokens=experiment.num_draft_tokens,
-        batch_size=experiment.batch_size,
-    ):
+    for _ in completions_of(experiment):
         bar.update(1)
 
 
