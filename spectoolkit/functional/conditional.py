@@ -30,9 +30,14 @@ class GivenOutput:
 
 
 def ratio(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> Tensor:
-    """r = q(x) / p(x); the output holds only tokens with p(x) > 0."""
-    target = probs_of(target_probs, tokens)
-    return torch.where(target > 0, probs_of(draft_probs, tokens) / target, 0)
+    """r = q(x) / p(x).
+
+    The output holds only tokens with p(x) > 0, so a 0 comes from rounding: the pass that emitted x and the one that
+    scores it differ in their last bits, and a near tie at temperature 0 flips. There the row that x was drawn from was
+    one-hot at x, so p(x) counts as 1.
+    """
+    target, draft = probs_of(target_probs, tokens), probs_of(draft_probs, tokens)
+    return torch.where(target > 0, draft / target, draft)
 
 
 def given_rejection(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> Tensor:
@@ -51,9 +56,10 @@ def given_match(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> Te
 def given_coupled(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> Tensor:
     """1 / sum_y max(p(y), q(y) p(x) / q(x)): both sides take the argmax of log-probability plus the same Gumbel noise.
 
-    (Maddison et al., arXiv 1411.0030, and Daliri et al., arXiv 2408.07978, conditioned on x.)
+    (Maddison et al., arXiv 1411.0030, and Daliri et al., arXiv 2408.07978, conditioned on x; p(x) = 0 as in `ratio`.)
     """
-    scale = 1 / ratio(target_probs, draft_probs, tokens)  # inf where q(x) = 0
-    wide = draft_probs * torch.where(scale.isfinite(), scale, 0)[..., None].to(draft_probs.dtype)
+    target, draft = probs_of(target_probs, tokens), probs_of(draft_probs, tokens)
+    scale = torch.where(draft > 0, target / draft, 0)
+    wide = draft_probs * scale[..., None].to(draft_probs.dtype)
     accepted = 1 / torch.maximum(target_probs, wide).sum(-1, dtype=torch.float64)
-    return torch.where(scale.isfinite(), accepted, 0).masked_fill(tokens < 0, 0)
+    return torch.where((draft > 0) & (target > 0), accepted, draft)
