@@ -30,7 +30,7 @@ def test_coupled():
 
 @pytest.mark.parametrize("reduce", [ratio, given_rejection, given_match, given_coupled])
 def test_a_near_tie_that_flips_between_two_passes_counts_as_what_was_emitted(reduce):
-    """At temperature 0 the scoring pass says token 1, the output has token 0: a draft of 0 was accepted, one of 1 not."""
+    """At temperature 0 the pass says token 1, the output has token 0: a draft of 0 was accepted, one of 1 was not."""
     scored = torch.tensor([[[0.0, 1.0, 0.0]]])
     emitted = torch.tensor([[0]])
     assert reduce(scored, torch.tensor([[[1.0, 0.0, 0.0]]]), emitted).item() == 1
