@@ -181,6 +181,7 @@ def _by_position(target: LanguageModel, strategies: Sequence[Strategy], group: _
         target_probs = group.sampling.probs(target_scorer.logits(begin, end), appended, "target")
         for key, some in users.items():
             logits = scorers[key].logits(begin, end)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once for all strategies
             for i in some:
                 strategy = strategies[i]
                 drafter = strategy.drafter
