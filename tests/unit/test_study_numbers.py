@@ -163,7 +163,7 @@ def test_a_verifier_that_reads_no_law_needs_nothing_kept(tmp_path):
         overrides = ["target=tabular", "draft_model=tabular", "prompts.limit=2", "max_new_tokens=3"]
         overrides += [f"drafter={drafter}", f"verifier={verifier}", f"engine={engine}", f"folder={tmp_path}"]
         (one,) = config.plan(overrides).cells
-        (result,) = output.compute([one], output.Store(tmp_path))
+        (result,) = output.compute([one], output.Store(tmp_path), config={})
         return int(result.rows["draft_bytes_per_token"].max())
 
     for engine in ("live", "replay"):
