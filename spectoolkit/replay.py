@@ -29,7 +29,7 @@ from spectoolkit.sampling import SamplingState
 from spectoolkit.trajectories import Trajectories
 
 BATCH = 16
-ROWS = 256
+ROWS = 128
 
 
 @dataclass(frozen=True)
