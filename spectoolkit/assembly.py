@@ -14,12 +14,14 @@ from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from spectoolkit.datatypes import Request, SamplingParams
 from spectoolkit.decode import check_pair
+from spectoolkit.drafters.stream import as_stream
 from spectoolkit.errors import UsageError
-from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
+from spectoolkit.interfaces import Drafter, DraftStream, LanguageModel, Verifier
+from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.prefix_cache import PrefixCache
 from spectoolkit.prompts import Prompt
 from spectoolkit.replay import check_replayable
@@ -67,6 +69,7 @@ class Loaders:
     def __init__(self) -> None:
         self.prompts = cache(self._prompts)
         self.target = cache(self._target)
+        self.target_with_features = cache(self._target_with_features)
         self.draft_model = cache(self._draft_model)
         self.prefix_cache = cache(self._prefix_cache)
         self.content = cache(_content)
@@ -77,7 +80,10 @@ class Loaders:
     def _target(self, node: str) -> LanguageModel:
         return call(json.loads(node))
 
-    def _draft_model(self, target_node: str, node: str) -> LanguageModel:
+    def _target_with_features(self, node: str, layers: tuple[int, ...]) -> LanguageModel:
+        return cast(CausalLM, self.target(node)).with_features(layers)
+
+    def _draft_model(self, target_node: str, node: str) -> LanguageModel | DraftStream:
         return call(json.loads(node), self.target(target_node))
 
     def _prefix_cache(self, model: LanguageModel, max_tokens: int) -> LanguageModel:
@@ -163,7 +169,10 @@ def make_cell(config: Mapping[str, Any], choices: Mapping[str, str], loaders: Lo
         target, draft_model = loaders.target(target_node), None
         if uses_draft_model:
             draft_model = loaders.draft_model(target_node, _freeze(groups["draft_model"]))
-            draft_model = loaders.prefix_cache(draft_model, config["prefix_cache_tokens"])
+            if layers := as_stream(draft_model).feature_layers:
+                target = loaders.target_with_features(target_node, layers)
+            else:
+                draft_model = loaders.prefix_cache(draft_model, config["prefix_cache_tokens"])
         target = loaders.prefix_cache(target, config["prefix_cache_tokens"])
         clusters: dict[str, str] = {}
         categories: dict[str, str] = {}
@@ -268,7 +277,7 @@ def _freeze(node: Mapping[str, Any]) -> str:
     return json.dumps(node, sort_keys=True)
 
 
-def _drafter(node: Mapping[str, Any], draft_model: LanguageModel | None, vocab_size: int) -> Drafter:
+def _drafter(node: Mapping[str, Any], draft_model: LanguageModel | DraftStream | None, vocab_size: int) -> Drafter:
     available = {"draft_model": draft_model, "vocab_size": vocab_size}
     return call(node, **{name: value for name, value in available.items() if name in _parameters("drafter", node)})
 

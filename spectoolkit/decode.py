@@ -9,13 +9,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from spectoolkit.batch import Batch
 from spectoolkit.datatypes import Completion, Request
+from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
-from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
+from spectoolkit.functional.ragged import row_lengths
+from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier
 
 
 @torch.inference_mode()
@@ -39,8 +43,7 @@ def decode(
     """
     check_requests(target, drafter, verifier, requests, num_draft_tokens, batch_size)
     batch = Batch(target, requests, num_draft_tokens, batch_size)
-    target_state = target.prefill([prompt[:-1] for prompt in batch.prompts])
-    draft_state = drafter.start(batch.prompts)
+    target_state, draft_state = _start(target, drafter, batch.prompts)
     while batch.rows:
         clock = _Clock(target.device)
         proposal, draft_state = drafter.propose(draft_state, batch.sampling, batch.draft_budget, batch.draft_noise())
@@ -54,18 +57,31 @@ def decode(
         verdict = verifier.verify(target_probs, proposal, batch.verify_noise(proposal))
 
         emitted = batch.commit(proposal, verdict, verifier.keeps_law)
-        draft_state = drafter.commit(draft_state, emitted)
         target_state = target.rollback(target_state, batch.sampling.num_tokens - 1)
+        features = _features(target, drafter, target_state, row_lengths(emitted))
+        draft_state = drafter.commit(draft_state, emitted, features)
         batch.record_times(draft_s, target_s, clock.lap())
 
         completions, taken, joined, staying = batch.turn_over()
         if joined:
-            prompts = [request.prompt for request in joined]
-            target_state = target.insert(target_state, taken, target.prefill([prompt[:-1] for prompt in prompts]))
-            draft_state = drafter.insert(draft_state, taken, drafter.start(prompts))
+            new_target_state, new_draft_state = _start(target, drafter, [request.prompt for request in joined])
+            target_state = target.insert(target_state, taken, new_target_state)
+            draft_state = drafter.insert(draft_state, taken, new_draft_state)
         if staying:
             target_state, draft_state = target.select(target_state, staying), drafter.select(draft_state, staying)
         yield from completions
+
+
+def _start(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+    """Target state, which lacks each prompt's last token, and draft state of fresh requests."""
+    target_state = target.prefill([prompt[:-1] for prompt in prompts])
+    num_cached = torch.tensor([len(prompt) - 1 for prompt in prompts], device=target.device)
+    return target_state, drafter.start(prompts, _features(target, drafter, target_state, num_cached))
+
+
+def _features(target: LanguageModel, drafter: Drafter, state: Any, num_tokens: Tensor) -> Tensor | None:
+    """The features that the drafter reads of the last `num_tokens` [B] cached tokens, if it reads any."""
+    return cast(FeatureModel, target).features(state, num_tokens) if drafter.feature_layers else None
 
 
 def check_requests(
@@ -89,10 +105,11 @@ def check_requests(
     if not requests:
         raise UsageError("requests: expected at least one, got none (is the prompt set empty?)")
     check_pair(drafter, verifier)
+    check_features(target, drafter)
     for request_id, count in Counter(request.id for request in requests).items():
         if count > 1:
             raise UsageError(f"requests: expected unique ids, got {request_id!r} {count} times")
-    draft_model: LanguageModel | None = getattr(drafter, "draft_model", None)
+    draft_model = getattr(drafter, "draft_model", None)
     models = [("target", target)] + ([("draft model", draft_model)] if draft_model is not None else [])
     for request in requests:
         needed = len(request.prompt) + request.max_new_tokens

@@ -73,6 +73,73 @@ class LanguageModel(Protocol):
         ...
 
 
+class FeatureModel(LanguageModel, Protocol):
+    """A language model whose states also keep hidden states of some of its layers, for draft heads to read."""
+
+    feature_layers: tuple[int, ...]
+
+    def features(self, state: Any, num_tokens: Tensor) -> Tensor:
+        """[B, max(num_tokens), F] of the last `num_tokens` [B] cached tokens of each row, in order, then anything."""
+        ...
+
+
+class DraftStream(Protocol):
+    """Where the logits of draft tokens come from: a language model of its own, or a head on the target.
+
+    Attributes:
+        feature_layers: the target's layers whose features it reads; () for none.
+    """
+
+    vocab_size: int
+    context_length: int
+    device: torch.device
+    feature_layers: tuple[int, ...]
+
+    def start(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> Any:
+        """State of B fresh requests; `features` as in `Drafter.start`."""
+        ...
+
+    def first(self, state: Any) -> tuple[Tensor, Any]:
+        """Logits [B, 1, V'] of the first draft token of a step."""
+        ...
+
+    def next(self, state: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+        """Logits [B, 1, V'] behind draft tokens [B, 1], the first ones or those that follow them."""
+        ...
+
+    def commit(self, state: Any, emitted: Tensor, features: Tensor | None) -> Any:
+        """Forget the drafts and take over the `emitted` tokens [B, N], as in `Drafter.commit`."""
+        ...
+
+    def select(self, state: Any, rows: Sequence[int]) -> Any:
+        """The state of `rows`, in that order."""
+        ...
+
+    def insert(self, state: Any, rows: Sequence[int], other: Any) -> Any:
+        """`state` with its `rows` replaced by the rows of `other`, in order."""
+        ...
+
+
+class UnrolledStream(DraftStream, Protocol):
+    """A stream whose logits at a position depend on where the step began, computed for all step starts at once."""
+
+    def unroll_start(self, prompts: Sequence[Sequence[int]], features: Tensor) -> Any:
+        """What `unroll` begins from; `features` as in `Drafter.start`."""
+        ...
+
+    def unroll(self, past: Any, tokens: Tensor, features: Tensor, num_depths: int) -> tuple[list[Tensor], Any]:
+        """Walk on by `tokens` [B, W] of given outputs, `features` [B, W, F] being those of the tokens before them.
+
+        Returns:
+            Per depth, states [B, W, D] behind these tokens for the step that began so many rows before; and `past`.
+        """
+        ...
+
+    def wide_logits(self, states: Tensor) -> Tensor:
+        """Logits [B, W, V] of states [B, W, D]."""
+        ...
+
+
 class Drafter(Protocol):
     """Proposes tokens and says which law they were drawn from.
 
@@ -85,8 +152,13 @@ class Drafter(Protocol):
         """What its proposals may carry."""
         ...
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> Any:
-        """State of B fresh requests with these committed tokens."""
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers whose features it reads; () for none, and then it is given None in their place."""
+        ...
+
+    def start(self, prompts: Sequence[Sequence[int]], features: Tensor | None = None) -> Any:
+        """State of B fresh requests with these committed tokens; `features` [B, L, F] of all of them but the last."""
         ...
 
     def propose(
@@ -98,8 +170,11 @@ class Drafter(Protocol):
         """
         ...
 
-    def commit(self, state: Any, emitted: Tensor) -> Any:
-        """Take over `emitted` [B, <= K+1], padded with `PAD`: the tokens that the step added to each row."""
+    def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> Any:
+        """Take over `emitted` [B, <= K+1], padded with `PAD`: the tokens that the step added to each row.
+
+        `features` [B, <= K+1, F] are those of the token before each, whose law it was drawn from.
+        """
         ...
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:

@@ -11,20 +11,28 @@ strategies and K.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import DraftNoise, PointMass
 from spectoolkit.drafters.model import ModelDrafter
+from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
 from spectoolkit.functional import renewal
 from spectoolkit.functional.conditional import GivenOutput
 from spectoolkit.functional.ragged import pad_rows
-from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
+from spectoolkit.interfaces import (
+    Drafter,
+    DraftStream,
+    FeatureModel,
+    LanguageModel,
+    UnrolledStream,
+    Verifier,
+)
 from spectoolkit.sampling import SamplingState
 from spectoolkit.trajectories import Trajectories
 
@@ -71,6 +79,7 @@ def check_replayable(drafter: Drafter, verifier: Verifier, *, is_greedy: bool) -
         )
 
 
+@torch.no_grad()
 def replay(
     target: LanguageModel,
     strategies: Sequence[Strategy],
@@ -95,16 +104,16 @@ def replay(
     is_greedy = all(request.params.temperature == 0 for request in trajectories.requests)
     for strategy in strategies:
         check_replayable(strategy.drafter, strategy.verifier, is_greedy=is_greedy)
+        check_features(target, strategy.drafter)
     parts: list[list[list[renewal.ExpectedCounts]]] = [[] for _ in strategies]
     order = sorted(range(len(trajectories.outputs)), key=lambda i: len(trajectories.outputs[i]))
     for begin in range(0, len(order), BATCH):
         group = _Group.of(trajectories, order[begin : begin + BATCH], target)
         by_position = _by_position(target, strategies, group)
         for i, strategy in enumerate(strategies):
-            # No step drafts more than the longest output leaves room for: larger K give the same counts.
-            most = min(strategy.num_draft_tokens, max(1, int(group.budget.max())))
+            most = group.most(strategy)
             if i in by_position:
-                numbers, drafted = renewal.windows(by_position[i], most), group.budget.clamp(max=most)
+                numbers, drafted = by_position[i], group.budget.clamp(max=most)
             else:
                 numbers, drafted = _by_start(strategy.drafter, most, group)
             at_least = strategy.given_output.combine(numbers)[:, None]
@@ -158,38 +167,57 @@ class _Group:
             budget=(limits[:, None] - torch.arange(tokens.shape[1]) - 1).clamp(min=0),
         )
 
+    def most(self, strategy: Strategy) -> int:
+        """No step drafts more than the longest output leaves room for: a larger K gives the same counts."""
+        return min(strategy.num_draft_tokens, max(1, int(self.budget.max())))
+
 
 def _by_position(target: LanguageModel, strategies: Sequence[Strategy], group: _Group) -> dict[int, Tensor]:
-    """Per strategy with a draft model, [B, N] what its verifier needs to know of each position."""
-    users: dict[int, list[int]] = {}  # by identity of the draft model, which several strategies may share
-    models: dict[int, LanguageModel] = {}
-    for i, strategy in enumerate(strategies):
-        if isinstance(strategy.drafter, ModelDrafter):
-            model = strategy.drafter.draft_model
-            models[id(model)] = model
-            users.setdefault(id(model), []).append(i)
-    numbers = {i: torch.zeros(group.tokens.shape, dtype=torch.float64) for some in users.values() for i in some}
-    if not users:
-        return numbers
-    scorers = {key: _Scorer(model, group) for key, model in models.items()}
-    target_scorer = _Scorer(target, group)
+    """Per strategy with a draft model, [B, N, K] what its verifier needs to know of the position s + i of a step.
+
+    Entry (s, i) is that of draft i of a step which starts at s. For a language model it depends on s + i alone; a draft
+    head was fed its own states since s.
+    """
+    drafters = {i: s.drafter for i, s in enumerate(strategies) if isinstance(s.drafter, ModelDrafter)}
+    if not drafters:
+        return {}
     num_rows, num_positions = group.tokens.shape
+    most = {i: group.most(strategies[i]) for i in drafters}
+    users: dict[int, list[int]] = {}  # by identity of the draft model, which several strategies may share
+    for i, drafter in drafters.items():
+        users.setdefault(id(drafter.draft_model), []).append(i)
+    numbers = {i: torch.zeros(num_rows, num_positions, most[i], dtype=torch.float64) for i in drafters}
+    target_scorer = _Scorer(target, group)
+    scorers = {
+        key: _scorer(drafters[some[0]].draft_model, group, max(most[i] for i in some), target_scorer)
+        for key, some in users.items()
+    }
     width = max(1, ROWS // num_rows)
     for begin in range(0, num_positions, width):
         end = min(begin + width, num_positions)
         tokens, appended = group.tokens[:, begin:end], group.tokens[:, : end - 1]
         target_probs = group.sampling.probs(target_scorer.logits(begin, end), appended, "target")
         for key, some in users.items():
-            logits = scorers[key].logits(begin, end)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once for all strategies
-            for i in some:
-                strategy = strategies[i]
-                drafter = strategy.drafter
-                assert isinstance(drafter, ModelDrafter)
-                draft_probs = drafter.law_probs(drafter.draft_probs(logits, group.sampling, appended))
-                reduced = strategy.given_output.reduce(target_probs, draft_probs, tokens)
-                numbers[i][:, begin:end] = reduced.cpu()
-    return numbers
+            for depth, logits in enumerate(scorers[key].by_depth(begin, end)):
+                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once for all strategies
+                for i in some:
+                    if depth >= most[i]:
+                        continue
+                    drafter = drafters[i]
+                    draft_probs = drafter.law_probs(drafter.draft_probs(logits, group.sampling, appended))
+                    reduced = strategies[i].given_output.reduce(target_probs, draft_probs, tokens).cpu()
+                    before = max(0, depth - begin)  # rows before the depth have no step start
+                    numbers[i][:, begin + before - depth : end - depth, depth] = reduced[:, before:]
+    by_position = {i for key, some in users.items() if isinstance(scorers[key], _Scorer) for i in some}
+    return {i: renewal.windows(n[..., 0], most[i]) if i in by_position else n for i, n in numbers.items()}
+
+
+def _scorer(
+    model: LanguageModel | DraftStream, group: _Group, num_depths: int, target: _Scorer
+) -> _Scorer | _UnrolledScorer:
+    if hasattr(model, "unroll"):
+        return _UnrolledScorer(cast(UnrolledStream, model), group, num_depths, target)
+    return _Scorer(cast(LanguageModel, model), group)
 
 
 class _Scorer:
@@ -204,6 +232,37 @@ class _Scorer:
         """[B, end - begin, V] of the output tokens at these positions; to be asked for in order."""
         logits, self._state = self._model.score(self._state, self._inputs[:, begin:end])
         return logits
+
+    def by_depth(self, begin: int, end: int) -> Iterator[Tensor]:
+        """The same for every depth of a step, so once."""
+        yield self.logits(begin, end)
+
+    def last_features(self, num_tokens: Tensor) -> Tensor:
+        """Features of the tokens scored last (`interfaces.FeatureModel`)."""
+        return cast(FeatureModel, self._model).features(self._state, num_tokens)
+
+
+class _UnrolledScorer:
+    """A draft head walking along the outputs of a group behind the target, whose features it reads."""
+
+    def __init__(self, model: UnrolledStream, group: _Group, num_depths: int, target: _Scorer) -> None:
+        self._model, self._inputs, self._num_depths, self._target = model, group.inputs, num_depths, target
+        num_cached = torch.tensor([len(prompt) - 1 for prompt in group.prompts], device=model.device)
+        features = target.last_features(num_cached)
+        self._past = model.unroll_start(group.prompts, features)
+        # Of the first row: the token before the last of the prompt.
+        last = (num_cached - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
+        self._before = features.gather(1, last) if features.shape[1] else features.new_zeros(last.shape)
+
+    def by_depth(self, begin: int, end: int) -> Iterator[Tensor]:
+        """Per depth, [B, end - begin, V] of the output tokens at these positions, the target having scored them."""
+        num_rows = self._inputs.shape[0]
+        scored = self._target.last_features(torch.full((num_rows,), end - begin, device=self._model.device))
+        features = torch.cat([self._before, scored[:, :-1]], dim=1)
+        self._before = scored[:, -1:]
+        states, self._past = self._model.unroll(self._past, self._inputs[:, begin:end], features, self._num_depths)
+        for of_depth in states:
+            yield self._model.wide_logits(of_depth)
 
 
 def _by_start(drafter: Drafter, num_draft_tokens: int, group: _Group) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,7 @@ def run_replay(cells: Sequence[Cell], store: Store, progress: Progress) -> None:
     """Replay cells that differ in nothing but drafter, verifier and K, and keep them."""
     progress.set_description(f"replay of {len(cells)} cells")
     experiments = [cell.build() for cell in cells]
-    outputs, source = _outputs(cells[0], experiments[0], store, progress)
+    outputs, source = outputs_of(cells[0], experiments[0], store, progress)
     begin = time.perf_counter()
     strategies: dict[str, Strategy] = {}  # cells that differ in K only share one
     for cell, experiment in zip(cells, experiments, strict=True):
@@ -130,7 +130,7 @@ def sample(experiment: Experiment, progress: Progress) -> Trajectories:
     )
 
 
-def _outputs(cell: Cell, experiment: Experiment, store: Store, progress: Progress) -> tuple[Trajectories, str]:
+def outputs_of(cell: Cell, experiment: Experiment, store: Store, progress: Progress) -> tuple[Trajectories, str]:
     """The outputs to replay, and where they are from: a given file, the study's own, or sampled now."""
     given, path = cell.settings["trajectories"], store.trajectories_path(cell)
     expected = (experiment.requests, cell.text_identity, experiment.target.vocab_size)

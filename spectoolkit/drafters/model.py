@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import LARGEST, PAD, Dense, DraftLaw, DraftNoise, PointMass, Proposal, SamplingParams
+from spectoolkit.drafters.stream import as_stream
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.draw import draw
-from spectoolkit.functional.ragged import append_rows, keep_last, pad_rows, put_rows, row_lengths, widen
-from spectoolkit.interfaces import LanguageModel
+from spectoolkit.interfaces import DraftStream, LanguageModel
 from spectoolkit.sampling import SamplingState
-
-
-@dataclass(frozen=True)
-class ModelDraftState:
-    """Where the draft model stands in B sequences.
-
-    Attributes:
-        cache: the draft model's own state.
-        num_cached: [B] tokens it holds: committed ones, and after `propose` also the drafts that were fed back.
-        num_committed: [B].
-        pending: [B, P] committed tokens that are not cached yet, padded; one, or two after full acceptance.
-    """
-
-    cache: Any
-    num_cached: Tensor
-    num_committed: Tensor
-    pending: Tensor
 
 
 @dataclass(frozen=True)
@@ -41,12 +24,12 @@ class ModelDrafter:
     The draft temperature is `constant`, or `ratio` times the target's (exactly one of them is given). A constant of 0
     is argmax drafting: a point mass, of which nothing is kept. Every other choice keeps the rows that were drawn from.
 
-    Drafting costs one forward per token. The draft model's cache follows the committed tokens: after full acceptance
-    the last draft was never fed, so the next step feeds two tokens to such rows and one to the others.
+    Drafting costs one forward of the draft model per token.
 
     Attributes:
-        draft_model: proposes; its vocabulary may be padded to another length than the target's: ids that it lacks get
-            probability 0 and are fed to it as its last id, ids that the target lacks are never drawn.
+        draft_model: a language model, or a head on the target (`interfaces.DraftStream`). Its vocabulary may be padded
+            to another length than the target's: ids that it lacks get probability 0, ids that the target lacks are
+            never drawn.
         vocab_size: V of the target.
         ratio: draft temperature over the request's temperature.
         constant: draft temperature.
@@ -56,7 +39,7 @@ class ModelDrafter:
         UsageError: not exactly one of `ratio` and `constant`, a negative one, or a filter outside its range.
     """
 
-    draft_model: LanguageModel
+    draft_model: LanguageModel | DraftStream
     vocab_size: int
     ratio: float | None = None
     constant: float | None = None
@@ -114,27 +97,33 @@ class ModelDrafter:
         """
         return draw(probs, noise.uniforms[:, index]), (probs,)
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> ModelDraftState:
-        last_id = self.draft_model.vocab_size - 1
-        cache = self.draft_model.prefill([[min(token, last_id) for token in prompt[:-1]] for prompt in prompts])
-        pending = pad_rows([prompt[-1:] for prompt in prompts], self.draft_model.device)
-        num_committed = torch.tensor([len(prompt) for prompt in prompts], device=pending.device)
-        return ModelDraftState(cache, num_committed - 1, num_committed, pending)
+    @property
+    def stream(self) -> DraftStream:
+        """Where the draft logits come from."""
+        return as_stream(self.draft_model)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.stream.feature_layers
+
+    def start(self, prompts: Sequence[Sequence[int]], features: Tensor | None = None) -> Any:
+        return self.stream.start(prompts, features)
 
     def propose(
-        self, state: ModelDraftState, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
-    ) -> tuple[Proposal, ModelDraftState]:
+        self, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
+    ) -> tuple[Proposal, Any]:
         num_rows, num_draft_tokens = noise.uniforms.shape
         tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
         if num_draft_tokens == 0:
             return Proposal(tokens, max_tokens, PointMass()), state
         beyond = torch.arange(num_draft_tokens, device=tokens.device) >= max_tokens[:, None]
         is_uneven = bool(beyond.any())
-        logits, cache = self._catch_up(state)
+        stream = self.stream
+        logits, state = stream.first(state)
         kept: list[tuple[Tensor, ...]] = []
         for i in range(num_draft_tokens):
             if i > 0:
-                logits, cache = self.draft_model.score(cache, tokens[:, -1:])
+                logits, state = stream.next(state, tokens[:, -1:])
             if is_uneven:  # rows behind the end of their proposal belong to no token and may hold anything
                 logits = logits.masked_fill(beyond[:, i, None, None], 0)
             probs = self.draft_probs(logits, sampling, tokens)[:, 0]
@@ -144,39 +133,16 @@ class ModelDrafter:
                 kept.append(kept_of_row)
         fields = (torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
         law = PointMass() if self.is_argmax else self.sampled_law(*fields)
-        num_cached = state.num_committed + num_draft_tokens - 1
-        state = replace(state, cache=cache, num_cached=num_cached, pending=state.pending[:, :0])
         return Proposal(tokens.masked_fill(beyond, PAD), max_tokens, law), state
 
-    def commit(self, state: ModelDraftState, emitted: Tensor) -> ModelDraftState:
-        num_committed = state.num_committed + row_lengths(emitted)
-        # Emitted tokens begin with the accepted drafts, so what was fed of them stays; the last token is always fed.
-        num_cached = torch.minimum(state.num_cached, num_committed - 1)
-        num_pending = num_committed - num_cached
-        pending = keep_last(append_rows(state.pending, emitted), num_pending, int(num_pending.max()))
-        return ModelDraftState(self.draft_model.rollback(state.cache, num_cached), num_cached, num_committed, pending)
+    def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> Any:
+        return self.stream.commit(state, emitted, features)
 
-    def select(self, state: ModelDraftState, rows: Sequence[int]) -> ModelDraftState:
-        return ModelDraftState(
-            self.draft_model.select(state.cache, rows),
-            *(t[list(rows)] for t in (state.num_cached, state.num_committed, state.pending)),
-        )
+    def select(self, state: Any, rows: Sequence[int]) -> Any:
+        return self.stream.select(state, rows)
 
-    def insert(self, state: ModelDraftState, rows: Sequence[int], other: ModelDraftState) -> ModelDraftState:
-        width = max(state.pending.shape[1], other.pending.shape[1])
-        return ModelDraftState(
-            self.draft_model.insert(state.cache, rows, other.cache),
-            put_rows(state.num_cached, rows, other.num_cached),
-            put_rows(state.num_committed, rows, other.num_committed),
-            put_rows(widen(state.pending, width), rows, widen(other.pending, width)),
-        )
-
-    def _catch_up(self, state: ModelDraftState) -> tuple[Tensor, Any]:
-        """Feed the pending tokens; logits [B, 1, V] behind the last of them, and the cache that holds them all."""
-        logits, cache = self.draft_model.score(state.cache, state.pending.clamp(0, self.draft_model.vocab_size - 1))
-        cache = self.draft_model.rollback(cache, state.num_committed)  # drops what was fed as filling
-        last = row_lengths(state.pending) - 1
-        return logits[torch.arange(len(last), device=last.device), last][:, None], cache
+    def insert(self, state: Any, rows: Sequence[int], other: Any) -> Any:
+        return self.stream.insert(state, rows, other)
 
     def _filters(self) -> dict[str, Any]:
         return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}

@@ -43,6 +43,7 @@ class NGramDrafter:
     min_ngram: int = 1
     match: str = "latest"
     laws: tuple[type[DraftLaw], ...] = field(default=(PointMass,), init=False)
+    feature_layers: tuple[int, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
@@ -53,7 +54,7 @@ class NGramDrafter:
         if self.match not in ("latest", "earliest"):
             raise UsageError(f"drafter.match: expected 'latest' or 'earliest', got {self.match!r}")
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> list[History]:
+    def start(self, prompts: Sequence[Sequence[int]], features: Tensor | None = None) -> list[History]:
         histories = [History() for _ in prompts]
         for history, prompt in zip(histories, prompts, strict=True):
             self._extend(history, prompt)
@@ -66,7 +67,7 @@ class NGramDrafter:
         lengths = torch.tensor([len(tokens) for tokens in found], device=max_tokens.device)
         return Proposal(pad_rows(found, max_tokens.device), lengths, PointMass()), state
 
-    def commit(self, state: list[History], emitted: Tensor) -> list[History]:
+    def commit(self, state: list[History], emitted: Tensor, features: Tensor | None = None) -> list[History]:
         for history, tokens in zip(state, emitted.tolist(), strict=True):
             self._extend(history, [token for token in tokens if token >= 0])
         return state

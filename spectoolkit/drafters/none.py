@@ -18,8 +18,9 @@ class NoDrafter:
     """Proposes nothing, so that every step emits one token drawn from the target's row: plain decoding."""
 
     laws: tuple[type[DraftLaw], ...] = field(default=(PointMass,), init=False)
+    feature_layers: tuple[int, ...] = field(default=(), init=False)
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+    def start(self, prompts: Sequence[Sequence[int]], features: Tensor | None = None) -> None:
         return None
 
     def propose(
@@ -28,7 +29,7 @@ class NoDrafter:
         nothing = torch.empty((len(max_tokens), 0), dtype=torch.int64, device=max_tokens.device)
         return Proposal(nothing, torch.zeros_like(max_tokens), PointMass()), None
 
-    def commit(self, state: Any, emitted: Tensor) -> None:
+    def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> None:
         return None
 
     def select(self, state: Any, rows: Sequence[int]) -> None:

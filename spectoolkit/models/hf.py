@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -66,12 +66,16 @@ class CausalLM:
         hf_model: the wrapped model, in evaluation mode.
         vocab_size: width of its logits, which may exceed the tokenizer's number of tokens.
         context_length: tokens that it can hold.
+        feature_layers: decoder layers whose inputs are kept in the state (`features`); usually none. Number L, for a
+            model of L layers, is the output of the last one.
 
     Raises:
         UsageError: an architecture without a cache that can be rolled back (see `SUPPORTED`).
     """
 
-    def __init__(self, hf_model: PreTrainedModel, tokenizer: Tokenizer, name: str) -> None:
+    def __init__(
+        self, hf_model: PreTrainedModel, tokenizer: Tokenizer, name: str, feature_layers: Sequence[int] = ()
+    ) -> None:
         check_supported(hf_model.config, type(hf_model))
         hf_model.set_attn_implementation(ATTENTION)
         config = hf_model.config.get_text_config()
@@ -82,6 +86,32 @@ class CausalLM:
         self.vocab_size = int(config.vocab_size if head is None else head.weight.shape[0])
         self.context_length = _context_length(config)
         self.device = hf_model.device
+        self.feature_layers = tuple(feature_layers)
+        num_layers = len(decoder_layers(hf_model)) if self.feature_layers else 0
+        if not all(type(layer) is int and 0 <= layer <= num_layers for layer in self.feature_layers):
+            raise UsageError(
+                f"feature_layers: expected layers from 0 to {num_layers} of {name}, got {list(self.feature_layers)}"
+            )
+
+    def with_features(self, layers: Sequence[int]) -> CausalLM:
+        """The same model, whose states also keep the inputs of these decoder layers.
+
+        Raises:
+            UsageError: a layer that it does not have.
+        """
+        return CausalLM(self.hf_model, self.tokenizer, self.name, layers)
+
+    def features(self, state: RaggedCache, num_tokens: Tensor) -> Tensor:
+        """[B, W, F], W = max(num_tokens): of the last `num_tokens` [B] cached tokens of each row, in order.
+
+        F is the width of all `feature_layers` together; slots behind a row's end hold anything finite.
+        """
+        return state.last_features(num_tokens, len(self.feature_layers) * self.hidden_size, self.hf_model.dtype)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return int(self.hf_model.config.get_text_config().hidden_size)
 
     @torch.inference_mode()
     def prefill(self, prefixes: Sequence[Sequence[int]]) -> RaggedCache:
@@ -96,9 +126,10 @@ class CausalLM:
             for slot, row in enumerate(rows):
                 tokens[slot, : lengths[slot]] = torch.as_tensor(prefixes[row], dtype=torch.long)
             positions = group.begin(longest)
-            self.hf_model.base_model(
-                input_ids=tokens.to(self.device), position_ids=positions, cache=group, use_cache=True
-            )
+            with self._keeping_features(group):
+                self.hf_model.base_model(
+                    input_ids=tokens.to(self.device), position_ids=positions, cache=group, use_cache=True
+                )
             group.end(longest)
             group.rollback(lengths)
             if group is not state:
@@ -122,7 +153,10 @@ class CausalLM:
         positions = state.begin(num_queries)
         if state.bound + num_queries > self.context_length:
             positions = positions.clamp(max=self.context_length - 1)
-        output = self.hf_model(input_ids=tokens.to(self.device), position_ids=positions, cache=state, use_cache=True)
+        with self._keeping_features(state):
+            output = self.hf_model(
+                input_ids=tokens.to(self.device), position_ids=positions, cache=state, use_cache=True
+            )
         state.end(num_queries)
         return output.logits, state
 
@@ -142,9 +176,64 @@ class CausalLM:
         state.insert(rows, other)
         return state
 
+    @torch.no_grad()
+    def hidden_states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [B, T, F], and what the output layer reads [B, T, D], of whole rows [B, T], padded at their ends."""
+        with self._tapped() as taken:
+            output = self.hf_model.base_model(input_ids=tokens.clamp(min=0).to(self.device), use_cache=False)
+        return torch.cat(taken, dim=-1), output.last_hidden_state
+
+    @contextlib.contextmanager
+    def _keeping_features(self, state: RaggedCache) -> Iterator[None]:
+        """Have the forward pass inside append the features of its tokens to `state`."""
+        if not self.feature_layers:
+            yield
+            return
+        with self._tapped() as taken:
+            yield
+        state.append_features(torch.cat(taken, dim=-1))
+
+    @contextlib.contextmanager
+    def _tapped(self) -> Iterator[list[Tensor]]:
+        """The list that the forward pass inside fills with the hidden states at `feature_layers`."""
+        taken: dict[int, Tensor] = {}
+        ordered: list[Tensor] = []
+        layers = decoder_layers(self.hf_model)
+
+        def tap_input(layer: int) -> Callable[..., None]:
+            def tap(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                taken[layer] = args[0] if args else kwargs["hidden_states"]
+
+            return tap
+
+        def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            taken[len(layers)] = output[0] if isinstance(output, tuple) else output
+
+        handles = [
+            layers[layer].register_forward_pre_hook(tap_input(layer), with_kwargs=True)
+            if layer < len(layers)
+            else layers[-1].register_forward_hook(tap_output)
+            for layer in self.feature_layers
+        ]
+        try:
+            yield ordered
+        finally:
+            for handle in handles:
+                handle.remove()
+        ordered += [taken[layer] for layer in self.feature_layers]
+
     def _check_length(self, length: int) -> None:
         if length > self.context_length:
             raise UsageError(f"{self.name}: expected at most {self.context_length} tokens of context, got {length}")
+
+
+def decoder_layers(hf_model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers, found by its length: families name it differently."""
+    num_layers = hf_model.config.get_text_config().num_hidden_layers
+    for module in hf_model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UsageError(f"target: expected a list of {num_layers} decoder layers in {type(hf_model).__name__}, found none")
 
 
 def check_supported(config: PreTrainedConfig, model_class: type | None) -> None:

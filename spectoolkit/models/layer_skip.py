@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from spectoolkit.errors import UsageError
-from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.hf import CausalLM, decoder_layers
 
 Model = TypeVar("Model")
 
@@ -86,15 +86,6 @@ def keep_layers(hf_model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedMod
             setattr(config, key, [value[index] for index in kept])
     config.num_hidden_layers = len(kept)
     return smaller
-
-
-def decoder_layers(hf_model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers, found by its length: families name it differently."""
-    num_layers = hf_model.config.get_text_config().num_hidden_layers
-    for module in hf_model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
-    raise UsageError(f"target: expected a list of {num_layers} decoder layers in {type(hf_model).__name__}, found none")
 
 
 def layer_skip_search(

@@ -28,6 +28,7 @@ class PrefixCache:
         self._num_tokens = 0
         self.name, self.vocab_size, self.context_length = model.name, model.vocab_size, model.context_length
         self.device, self.tokenizer = model.device, model.tokenizer
+        self.feature_layers = getattr(model, "feature_layers", ())
 
     def prefill(self, prefixes: Sequence[Sequence[int]]) -> Any:
         keys = [tuple(prefix) for prefix in prefixes]
@@ -46,6 +47,13 @@ class PrefixCache:
             if key not in place:
                 state = self._model.insert(state, [row], self._states[key])
         return state
+
+    def with_features(self, layers: Sequence[int]) -> PrefixCache:
+        """The same model with features in its states, and a cache of its own."""
+        return PrefixCache(self._model.with_features(layers), self._max_tokens)  # type: ignore[attr-defined]
+
+    def features(self, state: Any, num_tokens: Tensor) -> Tensor:
+        return self._model.features(state, num_tokens)  # type: ignore[attr-defined]
 
     def score(self, state: Any, tokens: Tensor) -> tuple[Tensor, Any]:
         return self._model.score(state, tokens)

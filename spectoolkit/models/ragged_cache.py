@@ -154,6 +154,29 @@ class RaggedCache(Cache):
         self.bound += num_queries
         self._append = None
 
+    def append_features(self, features: Tensor) -> None:
+        """Keep features [B, Q, F] of the tokens of the forward pass that is going on, behind its keys and values.
+
+        They are the keys of one more layer, so that they are rolled back, selected and inserted like all others.
+        """
+        nothing = features.new_zeros((len(features), 1, features.shape[1], 1))
+        self.update(features[:, None], nothing, self._feature_layer(features.shape[-1]))
+
+    def _feature_layer(self, width: int) -> int:
+        """Number of the layer that holds features: the last, told from attention's by its width."""
+        layers = self._ragged_layers()
+        is_there = bool(layers) and layers[-1].values.shape[-1] == 1 and layers[-1].keys.shape[-1] == width
+        return len(layers) - is_there
+
+    def last_features(self, num_tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """[B, max(num_tokens), width] of the last `num_tokens` [B] tokens of each row, then anything."""
+        columns = torch.arange(int(num_tokens.max()) if len(num_tokens) else 0, device=self.lengths.device)
+        if not self.layers or not len(columns):
+            return torch.zeros(len(num_tokens), len(columns), width, dtype=dtype, device=self.lengths.device)
+        kept = self._ragged_layers()[-1].keys[:, 0]
+        at = (self.lengths - num_tokens.to(self.lengths.device))[:, None] + columns
+        return kept.gather(1, at.clamp(0, kept.shape[1] - 1)[..., None].expand(-1, -1, width))
+
     def read_lengths(self) -> list[int]:
         """The lengths on the host, read back from the device if need be."""
         if self.known_lengths is None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from spectoolkit.models.eagle3 import Eagle3, Eagle3Config, Eagle3Head
 from spectoolkit.models.hf import CausalLM, wrap
 
 SLIDING_WINDOW = 5
@@ -66,3 +67,25 @@ def tiny_tokenizer(vocab_size: int = 40) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unknown>")
     fast.chat_template = "{% for m in messages %}{{ m['role'][0] + m['content'] + '<end>' }}{% endfor %}a"
     return fast
+
+
+def tiny_head(target: CausalLM, draft_vocab_size: int = 25, seed: int = 5, **options: Any) -> Eagle3:
+    """A random EAGLE-3 head for `target`, in float64."""
+    layer = LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = Eagle3Head(Eagle3Config(layer, draft_vocab_size, (0, 1, 3), 32, **options))
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(seed))[:draft_vocab_size]
+    head.set_draft_ids(ids.sort().values)
+    return Eagle3(head.double().eval(), target, "tiny head")

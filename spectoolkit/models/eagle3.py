@@ -1,0 +1,466 @@
+"""EAGLE-3 draft heads: one decoder layer that reads the target's hidden states (Li et al., arXiv 2503.01840).
+
+The head sees *pairs*: the token at a position, and the target's features at the position before, whose law that token
+was drawn from. Features are hidden states of a low, a middle and a high layer of the target, fused by one matrix. From
+the pairs so far follow the head's own state and from that the logits of the next token. Behind the committed tokens
+there are no features; the head's state of the position before stands for them ("training-time test", section 3.1).
+
+Symbols: B rows, N positions, D width of the head, F width of all features together, V target ids, V' draft ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from spectoolkit.datatypes import PAD
+from spectoolkit.functional.ragged import append_rows, put_rows, row_lengths, widen
+from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.ragged_cache import RaggedCache, ragged_attention, ragged_mask
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What a head is built from.
+
+    Attributes:
+        layer: the decoder layer, in the terms of Llama; its `vocab_size` is the target's V.
+        draft_vocab_size: V', rows of the output layer.
+        feature_layers: the target's layers whose inputs are the features, from low to high.
+        feature_size: width of one layer's hidden states in the target.
+        norm_before_residual: whether the residual branch starts behind the norm of the fused features.
+        norm_before_fc: whether the features are normalised before they are fused.
+    """
+
+    layer: LlamaConfig
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...]
+    feature_size: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Low, middle and high: 2, L / 2 and L - 3, as in the published heads."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+class _Attention(nn.Module):
+    """The projections of an attention over [embedding, state]; names are those of the checkpoints."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, size, bias = config.hidden_size, head_dim(config), config.attention_bias
+        self.q_proj = nn.Linear(2 * width, config.num_attention_heads * size, bias=bias)
+        self.k_proj = nn.Linear(2 * width, config.num_key_value_heads * size, bias=bias)
+        self.v_proj = nn.Linear(2 * width, config.num_key_value_heads * size, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * size, width, bias=bias)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = LlamaRMSNorm(width, eps)
+        self.hidden_norm = LlamaRMSNorm(width, eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = LlamaRMSNorm(width, eps)
+        self.mlp = LlamaMLP(config)
+
+
+class Eagle3Head(nn.Module):
+    """The network. Names of its parameters are those of the `speculators` layout.
+
+    With x the token's embedding and g the fused features or the head's own state of the position before,
+
+        h = r + attention([norm(x), norm(g)]),  r = g, or norm(g) with `norm_before_residual`
+        h = h + mlp(norm(h)),  logits = W norm(h).
+    """
+
+    fc: nn.Linear
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        layer = config.layer
+        self.config = config
+        features = len(config.feature_layers) * config.feature_size
+        self.input_norm = LlamaRMSNorm(features, layer.rms_norm_eps) if config.norm_before_fc else None
+        self.fc = nn.Linear(features, layer.hidden_size, bias=False)
+        self.layers = nn.ModuleList([_Layer(layer)])
+        self.norm = LlamaRMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(_with_head_dim(layer))
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(layer.vocab_size, dtype=torch.bool))
+
+    @property
+    def layer(self) -> Any:
+        return self.layers[0]
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[V'] the target's id of each draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def set_draft_ids(self, ids: Tensor) -> None:
+        """Draft id i stands for the target's id `ids[i]`; `ids` [V'] ascend."""
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Features [..., F] as states [..., D]."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        return self.fc(features.to(self.fc.weight.dtype))
+
+    def project(self, embedded: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Residual [B, N, D] and rotated queries, keys, values [B, H, N, size] of pairs [B, N, D] at `positions`."""
+        residual, queries, keys, values = self._project(embedded, states, positions, with_queries=True)
+        assert residual is not None
+        assert queries is not None
+        return residual, queries, keys, values
+
+    def project_keys(self, embedded: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of pairs of which nothing else is asked."""
+        _, _, keys, values = self._project(embedded, states, positions, with_queries=False)
+        return keys, values
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The head's state [B, N, D] from the residual and the attention's output [B, N, heads * size]."""
+        hidden = residual + self.layer.self_attn.o_proj(attended)
+        return hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., V'] of states [..., D]."""
+        return self.lm_head(self.norm(states))
+
+    def _project(
+        self, embedded: Tensor, states: Tensor, positions: Tensor, with_queries: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+        layer, attention = self.layer, self.layer.self_attn
+        normed = layer.hidden_norm(states)
+        pairs = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+        size = head_dim(self.config.layer)
+
+        def heads(projected: Tensor) -> Tensor:
+            return projected.unflatten(-1, (-1, size)).transpose(1, 2)
+
+        cos, sin = self.rotary(pairs, positions)
+        keys, values = heads(attention.k_proj(pairs)), heads(attention.v_proj(pairs))
+        if not with_queries:
+            return None, None, apply_rotary_pos_emb(keys, keys, cos, sin)[0], values
+        queries, keys = apply_rotary_pos_emb(heads(attention.q_proj(pairs)), keys, cos, sin)
+        return (normed if self.config.norm_before_residual else states), queries, keys, values
+
+
+@dataclass(frozen=True)
+class Eagle3State:
+    """Where the head stands in B sequences.
+
+    Attributes:
+        cache: keys and values of its layer, one entry per pair.
+        num_pairs: [B] pairs with the target's features in the cache.
+        pending: [B, P] tokens of pairs that are not cached yet, padded.
+        features: [B, P, F] of these.
+        states: [B, 1, D] the head's own state behind what it was fed last; None before.
+    """
+
+    cache: RaggedCache
+    num_pairs: Tensor
+    pending: Tensor
+    features: Tensor
+    states: Tensor | None
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """What a head has to remember of outputs that it walks along, step starts and depths in parallel (`unroll`).
+
+    Attributes:
+        prompt_keys, prompt_values: [B, H, M, size] of the pairs inside the prompt.
+        prompt_mask: [B, 1, 1, M] additive.
+        first_position: [B] position of the first row's pair.
+        states: per depth, [B, n, D] of the rows so far.
+        keys, values: per depth, [B, H, n, size].
+    """
+
+    prompt_keys: Tensor
+    prompt_values: Tensor
+    prompt_mask: Tensor
+    first_position: Tensor
+    states: tuple[Tensor, ...] = ()
+    keys: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
+
+
+class Eagle3:
+    """A head with the target that it drafts for: an `interfaces.DraftStream`.
+
+    Attributes:
+        head: the network; in evaluation its parameters have the target's dtype and device.
+        vocab_size: V of the target; ids that the head lacks have logit -inf.
+        feature_layers: the target's layers that it reads.
+
+    Args:
+        embedding: of the tokens, where the head has one of its own.
+    """
+
+    def __init__(self, head: Eagle3Head, target: CausalLM, name: str, embedding: nn.Module | None = None) -> None:
+        self.head = head
+        self.name = name
+        self.vocab_size = head.config.layer.vocab_size
+        self.context_length = target.context_length
+        self.device = target.device
+        self.feature_layers = head.config.feature_layers
+        self._embedding = target.hf_model.get_input_embeddings() if embedding is None else embedding
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.head.fc.weight.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, N, D] of tokens [B, N]; padding is embedded as any id."""
+        return self._embedding(tokens.clamp(min=0)).to(self._dtype)
+
+    # Live drafting.
+
+    @torch.inference_mode()
+    def start(self, prompts: Sequence[Sequence[int]], features: Tensor | None) -> Eagle3State:
+        """State of B fresh requests; `features` [B, L, F] of all prompt tokens but the last.
+
+        A prompt of one token has no features before it; zeros stand for them.
+        """
+        features = self._checked(features)
+        tokens, features = _pairs(prompts, features, self.device)
+        lengths = row_lengths(tokens)
+        state = Eagle3State(
+            RaggedCache(len(prompts), self.device), torch.zeros_like(lengths), tokens, features, states=None
+        )
+        if tokens.shape[1] > 1:  # all but the last pair, so that drafting begins with one
+            last = (lengths - 1)[:, None]
+            inner = tokens.scatter(1, last, PAD)[:, :-1]
+            state = self._feed_pending(replace(state, pending=inner, features=features[:, :-1]))
+            tokens = tokens.gather(1, last)
+            features = features.gather(1, last[..., None].expand(-1, 1, features.shape[2]))
+        return replace(state, pending=tokens, features=features)
+
+    @torch.inference_mode()
+    def first(self, state: Eagle3State) -> tuple[Tensor, Eagle3State]:
+        """Logits [B, 1, V] behind the committed tokens."""
+        state = self._feed_pending(state)
+        assert state.states is not None
+        return self.wide_logits(state.states), state
+
+    @torch.inference_mode()
+    def next(self, state: Eagle3State, tokens: Tensor) -> tuple[Tensor, Eagle3State]:
+        """Logits [B, 1, V] behind drafts `tokens` [B, 1]."""
+        assert state.states is not None
+        states = self._forward(state.cache, self.embed(tokens), state.states)
+        return self.wide_logits(states), replace(state, states=states)
+
+    @torch.inference_mode()
+    def commit(self, state: Eagle3State, emitted: Tensor, features: Tensor | None) -> Eagle3State:
+        """Drop the head's own states; the pairs of the `emitted` tokens with the target's `features` are fed next."""
+        features = self._checked(features)
+        if state.pending.shape[1]:  # nothing was drafted in this step
+            lengths = row_lengths(state.pending)[:, None]
+            at = lengths + torch.arange(emitted.shape[1], device=lengths.device)
+            wide = functional.pad(state.features, (0, 0, 0, emitted.shape[1]))
+            features = wide.scatter(1, at[..., None].expand(-1, -1, wide.shape[2]), features.to(wide.dtype))
+            emitted = append_rows(state.pending, emitted)
+        state.cache.rollback(state.num_pairs)
+        return replace(state, pending=emitted, features=features)
+
+    def select(self, state: Eagle3State, rows: Sequence[int]) -> Eagle3State:
+        index = list(rows)
+        return Eagle3State(
+            state.cache.select(rows),
+            state.num_pairs[index],
+            state.pending[index],
+            state.features[index],
+            None if state.states is None else state.states[index],
+        )
+
+    def insert(self, state: Eagle3State, rows: Sequence[int], other: Eagle3State) -> Eagle3State:
+        width = max(state.pending.shape[1], other.pending.shape[1])
+
+        def padded(features: Tensor) -> Tensor:
+            return functional.pad(features, (0, 0, 0, width - features.shape[1]))
+
+        state.cache.insert(rows, other.cache)
+        return Eagle3State(
+            state.cache,
+            put_rows(state.num_pairs, rows, other.num_pairs),
+            put_rows(widen(state.pending, width), rows, widen(other.pending, width)),
+            put_rows(padded(state.features), rows, padded(other.features)),
+            states=state.states,  # read again only after the pending pairs were fed
+        )
+
+    def wide_logits(self, states: Tensor) -> Tensor:
+        """[B, N, V] of states [B, N, D]."""
+        logits = self.head.logits(states)
+        if logits.shape[-1] == self.vocab_size:
+            return logits
+        wide = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        return wide.index_copy_(-1, self.head.draft_ids, logits)
+
+    def _feed_pending(self, state: Eagle3State) -> Eagle3State:
+        if state.pending.shape[1] == 0:
+            return state
+        lengths = row_lengths(state.pending)
+        states = self._forward(state.cache, self.embed(state.pending), self.head.fuse(state.features))
+        num_pairs = state.num_pairs + lengths
+        state.cache.rollback(num_pairs)
+        last = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[2])
+        return Eagle3State(
+            state.cache, num_pairs, state.pending[:, :0], state.features[:, :0], states=states.gather(1, last)
+        )
+
+    def _forward(self, cache: RaggedCache, embedded: Tensor, states: Tensor) -> Tensor:
+        """Append pairs [B, Q, D] to every row; the head's states [B, Q, D]."""
+        num_rows, num_queries = embedded.shape[:2]
+        positions = cache.begin(num_queries)
+        residual, queries, keys, values = self.head.project(embedded, states, positions)
+        keys, values = cache.update(keys, values, 0)
+        mask = ragged_mask(
+            num_rows,
+            num_queries,
+            cache.get_mask_sizes(num_queries, 0)[0],
+            cache.get_query_offset(),
+            dtype=queries.dtype,
+            device=queries.device,
+        )
+        attended, _ = ragged_attention(self.head, queries, keys, values, mask, scaling=queries.shape[-1] ** -0.5)
+        cache.end(num_queries)
+        return self.head.finish(residual, attended.flatten(2))
+
+    def _checked(self, features: Tensor | None) -> Tensor:
+        assert features is not None, "a draft head was not given the target's features"
+        return features
+
+    # Walking along given outputs.
+
+    def unroll_start(self, prompts: Sequence[Sequence[int]], features: Tensor) -> Unrolled:
+        """Begin behind `prompts`; `features` [B, L, F] of all their tokens but the last (see `start`)."""
+        tokens, features = _pairs(prompts, features, self.device)
+        lengths = row_lengths(tokens) - 1  # the last pair is the first row
+        tokens, features = tokens[:, :-1], features[:, :-1]
+        places = torch.arange(tokens.shape[1], device=self.device)
+        keys, values = self.head.project_keys(
+            self.embed(tokens), self.head.fuse(features), places.expand(len(prompts), -1)
+        )
+        mask = torch.zeros(tokens.shape, dtype=torch.float32, device=self.device)
+        mask = mask.masked_fill_(places >= lengths[:, None], -torch.inf)[:, None, None]
+        return Unrolled(keys, values, mask, lengths)
+
+    def unroll(
+        self, past: Unrolled, tokens: Tensor, features: Tensor, num_depths: int
+    ) -> tuple[list[Tensor], Unrolled]:
+        """The head's states behind `tokens` [B, W], the next ones of the outputs, for every depth.
+
+        Row n stands before output token n (its pair holds token n - 1, the last prompt token for n = 0). At depth j
+        the step began at row n - j: up to there the head saw `features` [B, W, F], since then its own states. All step
+        starts are computed at once: a row attends to true pairs up to its start, and to the j own ones behind it.
+
+        Returns:
+            Per depth 0 .. num_depths - 1, states [B, W, D], meaningless where n < j; and what to go on from.
+        """
+        begin = past.keys[0].shape[2] if past.keys else 0
+        width = tokens.shape[1]
+        rows = torch.arange(begin, begin + width, device=self.device)
+        positions = past.first_position[:, None] + rows
+        embedded = self.embed(tokens)
+        scale = head_dim(self.head.config.layer) ** -0.5
+        found: list[Tensor] = []
+        kept: list[list[Tensor]] = [[], [], []]
+        for depth in range(num_depths):
+            if depth == 0:
+                inputs = self.head.fuse(features)
+            else:  # row n was fed the state of row n - 1
+                before = kept[0][depth - 1]
+                inputs = functional.pad(before, (0, 0, 1, 0))[:, begin : begin + width]
+            residual, queries, keys, values = self.head.project(embedded, inputs, positions)
+            for store, new in zip(kept[1:], (keys, values), strict=True):
+                old = (past.keys if store is kept[1] else past.values)[depth : depth + 1]
+                store.append(torch.cat([*old, new], dim=2))
+            attended = self._attend(past, queries, kept[1], kept[2], rows, depth, scale)
+            states = self.head.finish(residual, attended)
+            kept[0].append(torch.cat([*past.states[depth : depth + 1], states], dim=1))
+            found.append(states)
+        return found, replace(past, states=tuple(kept[0]), keys=tuple(kept[1]), values=tuple(kept[2]))
+
+    def _attend(
+        self,
+        past: Unrolled,
+        queries: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        rows: Tensor,
+        depth: int,
+        scale: float,
+    ) -> Tensor:
+        """Attention [B, W, heads * size] of `queries` [B, heads, W, size] at output rows `rows` and one depth.
+
+        Keys: those of the prompt, true ones of rows <= n - depth, own ones of depth i at row n - depth + i.
+        """
+        num_heads, width = queries.shape[1:3]
+        num_groups = num_heads // keys[0].shape[1]
+        num_prompt, num_true = past.prompt_keys.shape[2], keys[0].shape[2]
+        grouped = queries.unflatten(1, (-1, num_groups))  # [B, H, G, W, size]
+        folded = grouped.flatten(2, 3)  # the queries that share a key head, so that keys are read in place
+        wide = torch.promote_types(queries.dtype, torch.float32)
+
+        def scores(some_keys: Tensor) -> Tensor:
+            return (folded @ some_keys.transpose(2, 3)).unflatten(2, (num_groups, width)).to(wide) * scale
+
+        # A row without a start sees itself, so that no row of the softmax is empty.
+        start = (rows - depth).clamp(min=0)
+        is_unseen = torch.arange(num_true, device=rows.device) > start[:, None]
+        causal = torch.zeros(is_unseen.shape, dtype=wide, device=rows.device).masked_fill_(is_unseen, -torch.inf)
+        own_rows = [(start + i).clamp(max=num_true - 1) for i in range(1, depth + 1)]
+        own_keys = [keys[i][:, :, None, at] for i, at in enumerate(own_rows, 1)]
+        own_values = [values[i][:, :, None, at] for i, at in enumerate(own_rows, 1)]
+        own_scores = [(grouped * key).sum(-1, keepdim=True).to(wide) * scale for key in own_keys]
+        all_scores = [scores(past.prompt_keys) + past.prompt_mask[:, None], scores(keys[0]) + causal, *own_scores]
+        weights = torch.softmax(torch.cat(all_scores, dim=-1), dim=-1).to(values[0].dtype)
+        of_prompt, of_true, *of_own = weights.split([num_prompt, num_true, *[1] * depth], dim=-1)
+        attended = of_prompt.flatten(2, 3) @ past.prompt_values + of_true.flatten(2, 3) @ values[0]
+        attended = attended.unflatten(2, (num_groups, width))
+        for weight, value in zip(of_own, own_values, strict=True):
+            attended = attended + weight * value
+        return attended.flatten(1, 2).transpose(1, 2).flatten(2)
+
+
+def head_dim(config: LlamaConfig) -> int:
+    """Width of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _with_head_dim(config: LlamaConfig) -> LlamaConfig:
+    config.head_dim = head_dim(config)
+    return config
+
+
+def _pairs(prompts: Sequence[Sequence[int]], features: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens [B, P] and features [B, P, F] of the pairs in `prompts`, of which there is at least one each."""
+    rows = [list(prompt[1:]) or list(prompt) for prompt in prompts]
+    width = max(map(len, rows))
+    tokens = torch.full((len(rows), width), PAD, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
+    return tokens.to(device), functional.pad(features, (0, 0, 0, width - features.shape[1]))

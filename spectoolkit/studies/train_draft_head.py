@@ -1,0 +1,285 @@
+"""Train a draft head for the target, on text sampled from the target, and measure it on prompts of another set."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from spectoolkit import metrics
+from spectoolkit.drafters import ModelDrafter
+from spectoolkit.errors import UsageError
+from spectoolkit.files import replace_text
+from spectoolkit.models.eagle3 import Eagle3
+from spectoolkit.models.eagle3_files import save_eagle3
+from spectoolkit.models.hf import CausalLM
+from spectoolkit.progress import progress_bar
+from spectoolkit.provenance import provenance
+from spectoolkit.records import expected_rows
+from spectoolkit.replay import Strategy, replay
+from spectoolkit.report import plots
+from spectoolkit.report.training import training_figure
+from spectoolkit.runner import outputs_of
+from spectoolkit.study import Cell, Experiment, Store
+from spectoolkit.training.data import Batch, Example, HiddenCache, batches, frequent_ids
+from spectoolkit.training.evaluate import MEASURES, held_out, means
+from spectoolkit.training.loop import Schedule, train
+from spectoolkit.training.start import fresh_head, head_config
+from spectoolkit.trajectories import Trajectories
+from spectoolkit.verifiers import Rejection
+
+SHARED_RUN = 12
+"""No held-out prompt may share this many consecutive tokens with a training prompt (what all share does not count)."""
+
+_HELD_OUT_BATCH = 16
+
+
+def check(cells: Sequence[Cell], axes: Sequence[str], *, held_out_prompts: str, **parameters: Any) -> None:
+    """Refuse cells that leave nothing to train on or to measure on.
+
+    Raises:
+        UsageError: no cell, or all of them, with the held-out prompts; several held-out ones; or T = 0 there.
+    """
+    held = [cell for cell in cells if cell.settings["prompts.name"] == held_out_prompts]
+    if len(held) != 1 or len(held) == len(cells):
+        raise UsageError(
+            f"study.held_out_prompts: expected one cell with prompts={held_out_prompts} and others to train on, got "
+            f"{len(held)} of {len(cells)}"
+        )
+    if held[0].settings["sampling.temperature"] == 0:
+        raise UsageError("sampling.temperature: expected a number > 0 for the held-out prompts, got 0")
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Outputs of one cell."""
+
+    cell: Cell
+    experiment: Experiment
+    outputs: Trajectories
+
+    @property
+    def examples(self) -> list[Example]:
+        pairs = zip(self.outputs.requests, self.outputs.outputs, strict=True)
+        return [Example(request.prompt, output) for request, output in pairs if len(request.prompt) > 1]
+
+
+def run(
+    cells: Sequence[Cell],
+    store: Store,
+    *,
+    axes: Sequence[str],
+    config: Mapping[str, Any],
+    held_out_prompts: str,
+    draft_vocab_size: int,
+    examples_per_step: int,
+    num_steps: int,
+    num_warmup: int,
+    learning_rate: float,
+    num_depths: int,
+    depth_decay: float,
+    trains_output: bool,
+    checkpoint_every: int,
+    num_quick: int,
+    feature_cache_gb: float,
+    feature_layers: Sequence[int] | None = None,
+) -> str:
+    """Sample what is missing of the text, train or go on training, measure, and write the head into `head/`.
+
+    Args:
+        held_out_prompts: option of the group `prompts` whose cell is measured on; all other cells are trained on.
+        draft_vocab_size: ids that the head can propose: the most frequent ones of the text.
+        examples_per_step: outputs in a batch.
+        num_steps, num_warmup, learning_rate, num_depths, depth_decay, trains_output, checkpoint_every: see
+            `training.loop.Schedule`.
+        num_quick: held-out outputs that the curves are measured on; the table takes all of them.
+        feature_cache_gb: disk space for the target's hidden states; what does not fit is computed again and again.
+        feature_layers: the target's layers to read; null is low, middle and high as in published heads.
+
+    Raises:
+        UsageError: a target that is not one of transformers, training prompts that share a passage with held-out ones,
+            or settings outside their range.
+    """
+    schedule = Schedule(
+        num_steps, num_warmup, learning_rate, num_depths, depth_decay, trains_output, checkpoint_every, config["seed"]
+    )
+    if examples_per_step < 1 or num_quick < 1 or feature_cache_gb < 0:
+        raise UsageError("study: expected examples_per_step and num_quick >= 1 and feature_cache_gb >= 0")
+    plain = cells[0].build().target
+    target = getattr(plain, "_model", plain)
+    if not isinstance(target, CausalLM):
+        raise UsageError(f"train_draft_head: expected a target of transformers, got {plain.name}")
+    shape = head_config(target, draft_vocab_size, None if feature_layers is None else tuple(feature_layers))
+    target = target.with_features(shape.feature_layers)
+    texts = [_text(cell, store) for cell in cells]
+    held = next(text for text in texts if text.cell.settings["prompts.name"] == held_out_prompts)
+    trained = [text for text in texts if text is not held]
+    num_shared = shared_prompts(
+        [example.prompt for text in trained for example in text.examples],
+        [example.prompt for example in held.examples],
+    )
+    if num_shared:
+        raise UsageError(
+            f"prompts: expected training prompts apart from the held-out ones, got {num_shared} of the latter that "
+            f"share {SHARED_RUN} consecutive tokens with one of the former"
+        )
+    examples = [example for text in trained for example in text.examples]
+    draft_ids = frequent_ids(examples, draft_vocab_size, target.vocab_size)
+    draft = Eagle3(fresh_head(target, shape, draft_ids, config["seed"]), target, "head in training")
+    quick = _held_out_batches(held.examples[:: max(1, len(held.examples) // num_quick)][:num_quick])
+    temperature = float(held.cell.settings["sampling.temperature"])
+
+    def evaluate() -> dict[str, float]:
+        found = means(held_out(draft, target, quick, temperature, num_depths))
+        return {f"overlap_{int(row['depth'])}": round(row["overlap"], 4) for row in found.to_dict("records")}
+
+    fed = batches(examples, examples_per_step, config["seed"])
+    hidden = HiddenCache(target, store.folder / "features" / _key(target, shape.feature_layers), feature_cache_gb)
+    identity = {
+        "text": [text.cell.text_identity for text in trained],
+        "draft_vocab_size": draft_vocab_size,
+        "feature_layers": list(shape.feature_layers),
+        "examples_per_step": examples_per_step,
+    }
+    identity = json.loads(json.dumps(identity, default=str))
+    log = train(draft, target, fed, hidden, schedule, store.folder / "checkpoint.pt", identity, evaluate)
+    frame = pd.DataFrame(log)
+    replace_text(store.folder / "log.csv", frame.to_csv(index=False, lineterminator="\n"))
+    plots.save(training_figure(frame, temperature), store.folder)
+    hf_model = target.hf_model
+    draft.head.eval()
+    save_eagle3(draft.head, store.folder / "head", target.name, type(hf_model).__name__, num_depths, torch.float16)
+    draft.head.to(hf_model.dtype)
+    text = _report(draft, target, trained, held, store, config, schedule, temperature)
+    replace_text(store.folder / "table.md", text)
+    return f"{text}\nThe head is in {store.folder / 'head'}, the curves in {store.folder}"
+
+
+def shared_prompts(trained: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> int:
+    """How many of `held` share `SHARED_RUN` consecutive tokens with any of `trained`.
+
+    What all prompts begin with (system prompt, markers of roles) is left out.
+    """
+    every = [*trained, *held]
+    common = 0
+    while all(len(prompt) > common for prompt in every) and len({prompt[common] for prompt in every}) == 1:
+        common += 1
+
+    def runs(prompt: Sequence[int]) -> set[tuple[int, ...]]:
+        rest = tuple(prompt[common:])
+        return {rest[i : i + SHARED_RUN] for i in range(len(rest) - SHARED_RUN + 1)} or {rest}
+
+    seen: set[tuple[int, ...]] = set().union(*(runs(prompt) for prompt in trained))
+    return sum(bool(runs(prompt) & seen) for prompt in held)
+
+
+def _text(cell: Cell, store: Store) -> _Text:
+    experiment = cell.build()
+    with progress_bar(cell.num_requests, "request") as bar:
+        bar.set_description(f"text at T = {cell.settings['sampling.temperature']}")
+        outputs, _ = outputs_of(cell, experiment, store, bar)
+    return _Text(cell, experiment, outputs)
+
+
+def _held_out_batches(examples: Sequence[Example]) -> list[Batch]:
+    """In the order of the examples, so that rows can be told apart later."""
+    return [Batch.of(examples[i : i + _HELD_OUT_BATCH]) for i in range(0, len(examples), _HELD_OUT_BATCH)]
+
+
+def _key(target: CausalLM, layers: Sequence[int]) -> str:
+    named = repr((target.name, str(target.hf_model.dtype), target.hf_model.config.to_json_string(), list(layers)))
+    return hashlib.sha256(named.encode()).hexdigest()[:16]
+
+
+def _report(
+    draft: Eagle3,
+    target: CausalLM,
+    trained: Sequence[_Text],
+    held: _Text,
+    store: Store,
+    config: Mapping[str, Any],
+    schedule: Schedule,
+    temperature: float,
+) -> str:
+    """Measure the finished head on all held-out text; write the numbers and return them in words."""
+    k = int(config["num_draft_tokens"])
+    clusters = [held.experiment.clusters[r.id] for r in held.outputs.requests if len(r.prompt) > 1]
+    by_example = held_out(draft, target, _held_out_batches(held.examples), temperature, k)
+    by_depth = means(by_example, clusters)
+    replace_text(store.folder / "held_out.csv", by_depth.to_csv(index=False, lineterminator="\n"))
+    lengths, difference = _acceptance_lengths(draft, target, held, k)
+    temperatures = ", ".join(sorted({f"{text.cell.settings['sampling.temperature']:g}" for text in trained}))
+    num_tokens = sum(len(example.output) for text in trained for example in text.examples)
+    num_prompts = len({example.prompt for text in trained for example in text.examples})
+    parameters = {name: p.numel() for name, p in draft.head.named_parameters()}
+    facts = {
+        "target": target.name,
+        "text": f"{num_tokens:,} tokens that the target sampled for {num_prompts:,} prompts at T = {temperatures}",
+        "steps": f"{schedule.num_steps:,} of {len(trained[0].examples) and _per_step(config)} outputs",
+        "parameters": f"{sum(parameters.values()):,}, {parameters['lm_head.weight']:,} of them in the output layer",
+        "draft ids": f"{len(draft.head.d2t):,}, which cover {_coverage(draft, held):.2%} of the held-out tokens",
+        "apart": f"no held-out prompt shares {SHARED_RUN} consecutive tokens with a training prompt",
+    }
+    lines = [f"# {config['name']}", ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += [
+        "",
+        f"Held-out prompts, T = {temperature:g}, teacher-forced, 95 % intervals over prompts. *Overlap* is "
+        "Σ min(p, q), the acceptance of a draft drawn from q; *agreement*: p and q have the same most probable token; "
+        "*argmax*: p of q's most probable token, the acceptance of an argmax draft.",
+        "",
+        "| depth | overlap | agreement | argmax |",
+        "|---:|---|---|---|",
+    ]
+    for row in by_depth.to_dict("records"):
+        shown = [f"{row[m]:.3f} [{row[f'{m}_low']:.3f}, {row[f'{m}_high']:.3f}]" for m in MEASURES]
+        lines.append(f"| {row['depth']:.0f} | {' | '.join(shown)} |")
+    lines += ["", f"Acceptance length at K = {k} under rejection, replayed on the same text:", ""]
+    lines += [f"- {name}: {e:.2f} [{low:.2f}, {high:.2f}]" for name, (e, low, high) in lengths.items()]
+    lines.append(f"- argmax less same temperature: {difference[0]:.2f} [{difference[1]:.2f}, {difference[2]:.2f}]")
+    written = {"facts": facts, "lengths": lengths, "difference": difference, "provenance": provenance()}
+    store.write_manifest({**written, "config": config})
+    return "\n".join(lines) + "\n"
+
+
+def _per_step(config: Mapping[str, Any]) -> int:
+    return config["study"]["examples_per_step"]
+
+
+def _coverage(draft: Eagle3, held: _Text) -> float:
+    tokens = torch.tensor([token for example in held.examples for token in example.output])
+    return draft.head.t2d.cpu()[tokens].double().mean().item()
+
+
+def _acceptance_lengths(
+    draft: Eagle3, target: CausalLM, held: _Text, k: int
+) -> tuple[dict[str, tuple[float, float, float]], tuple[float, float, float]]:
+    """Acceptance length of both ways to draft, and their difference paired by prompt."""
+    drafters = {
+        "argmax": ModelDrafter(draft, target.vocab_size, constant=0.0),
+        "same temperature": ModelDrafter(draft, target.vocab_size, ratio=1.0),
+    }
+    strategies = [Strategy(drafter, Rejection(), k) for drafter in drafters.values()]
+    counts = replay(target, strategies, held.outputs)
+    requests = held.outputs.requests
+    rows = [
+        expected_rows(
+            of_strategy[k - 1],
+            held.outputs,
+            clusters=[held.experiment.clusters[request.id] for request in requests],
+            categories=[held.experiment.categories[request.id] for request in requests],
+            draft_bytes_per_token=0,
+        )
+        for of_strategy in counts
+    ]
+    found = {}
+    for name, frame in zip(drafters, rows, strict=True):
+        low, high = metrics.bootstrap(frame, ["acceptance_length"])["acceptance_length"]
+        found[name] = (metrics.summarise(frame)["acceptance_length"], low, high)
+    paired = metrics.paired_difference(rows[0], rows[1], "acceptance_length")
+    return found, (paired.estimate, paired.low, paired.high)

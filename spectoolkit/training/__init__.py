@@ -1,0 +1,1 @@
+"""Training draft heads: text in, a head and its measured acceptance out."""

@@ -1,0 +1,88 @@
+"""What a head predicts on text that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from spectoolkit.models.eagle3 import Eagle3
+from spectoolkit.models.hf import CausalLM
+from spectoolkit.training.data import Batch, hidden_of
+from spectoolkit.training.loss import is_counted, overlap
+
+_ROWS = 128
+MEASURES = ("overlap", "agreement", "argmax_acceptance")
+
+
+@torch.no_grad()
+def held_out(
+    draft: Eagle3, target: CausalLM, batches: Sequence[Batch], temperature: float, num_depths: int
+) -> pd.DataFrame:
+    """Teacher-forced acceptance at every depth, one row per example and depth.
+
+    Columns: `example`, `depth` (from 1), `tokens` counted, and sums over them of `overlap` (sum_x min(p, q), both laws at
+    `temperature`), `agreement` (whether p and q have the same most probable token) and `argmax_acceptance` (p of q's most
+    probable token: what an argmax draft's acceptance is).
+    """
+    output = target.hf_model.get_output_embeddings()
+    rows: list[dict[str, float]] = []
+    num_before = 0
+    draft.head.eval()
+    for one in batches:
+        batch = one.to(draft.device)
+        hidden = hidden_of(target, batch)
+        with torch.autocast(draft.device.type, torch.bfloat16, enabled=hidden.last.dtype == torch.bfloat16):
+            past = draft.unroll_start(batch.prompts, hidden.of_prompts)
+            states, _ = draft.unroll(past, batch.inputs, hidden.of_inputs, num_depths)
+        counted = [is_counted(batch.tokens, depth) for depth in range(num_depths)]
+        found = torch.zeros(num_depths, len(MEASURES), *batch.tokens.shape, dtype=torch.float64)
+        for places in counted[0].nonzero().split(_ROWS):
+            at = (places[:, 0], places[:, 1])
+            target_probs = _probs(output(hidden.last[at]), temperature)
+            best = target_probs.argmax(-1)
+            for depth in range(num_depths):
+                with torch.autocast(draft.device.type, torch.bfloat16, enabled=hidden.last.dtype == torch.bfloat16):
+                    logits = draft.wide_logits(states[depth][at])
+                draft_probs = _probs(logits, temperature)
+                drafted = draft_probs.argmax(-1)
+                found[depth, 0][at] = overlap(target_probs, draft_probs).double().cpu()
+                found[depth, 1][at] = (drafted == best).double().cpu()
+                found[depth, 2][at] = target_probs.gather(-1, drafted[:, None])[:, 0].double().cpu()
+        for depth in range(num_depths):
+            mask = counted[depth].cpu()
+            sums = torch.where(mask, found[depth], 0).sum(-1)
+            for i in range(len(batch.prompts)):
+                row = {"example": num_before + i, "depth": depth + 1, "tokens": int(mask[i].sum())}
+                rows.append(row | {name: float(sums[m, i]) for m, name in enumerate(MEASURES)})
+        num_before += len(batch.prompts)
+    return pd.DataFrame(rows)
+
+
+def means(frame: pd.DataFrame, clusters: Sequence[str] | None = None, num_resamples: int = 2000) -> pd.DataFrame:
+    """Mean of every measure by depth, with a 95 % bootstrap interval over clusters of examples where these are given."""
+    rows = []
+    for depth, part in frame.groupby("depth"):
+        tokens = part["tokens"].to_numpy(float)
+        row: dict[str, float] = {"depth": depth, "tokens": tokens.sum()}
+        weights = None
+        if clusters is not None:
+            names, index = np.unique([clusters[i] for i in part["example"]], return_inverse=True)
+            rng = np.random.default_rng(0)
+            drawn = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), size=num_resamples)
+            weights = drawn[:, index]
+        for name in MEASURES:
+            values = part[name].to_numpy(float)
+            row[name] = values.sum() / tokens.sum()
+            if weights is not None:
+                samples = (weights @ values) / (weights @ tokens)
+                row[f"{name}_low"], row[f"{name}_high"] = np.quantile(samples, [0.025, 0.975])
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _probs(logits: Tensor, temperature: float) -> Tensor:
+    return torch.softmax(logits.float() / temperature, dim=-1)

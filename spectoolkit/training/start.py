@@ -1,0 +1,86 @@
+"""A head before its training: sizes and first weights from the target."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from spectoolkit.errors import UsageError
+from spectoolkit.models.eagle3 import Eagle3Config, Eagle3Head, default_feature_layers
+from spectoolkit.models.hf import CausalLM, decoder_layers
+
+_STD = 0.02
+
+
+def head_config(target: CausalLM, draft_vocab_size: int, feature_layers: tuple[int, ...] | None = None) -> Eagle3Config:
+    """A head with the widths of the target's own decoder layers.
+
+    Raises:
+        UsageError: more draft ids than the target has, or a target of fewer than four layers without `feature_layers`.
+    """
+    config = target.hf_model.config.get_text_config()
+    if not 1 <= draft_vocab_size <= target.vocab_size:
+        raise UsageError(
+            f"draft_vocab_size: expected a number from 1 to the target's {target.vocab_size}, got {draft_vocab_size}"
+        )
+    num_layers = len(decoder_layers(target.hf_model))
+    if feature_layers is None and num_layers < 6:
+        raise UsageError(
+            f"target: expected six layers or more to take features of, got {num_layers}; say feature_layers"
+        )
+    rope = getattr(config, "rope_parameters", None)
+    is_plain_rope = isinstance(rope, dict) and "rope_theta" in rope
+    layer = LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        hidden_act=getattr(config, "hidden_act", None) or "silu",
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-5,
+        rope_parameters=dict(rope) if is_plain_rope else {"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+    )
+    layers = tuple(feature_layers or default_feature_layers(num_layers))
+    return Eagle3Config(layer, draft_vocab_size, layers, target.hidden_size)
+
+
+@torch.no_grad()
+def fresh_head(target: CausalLM, config: Eagle3Config, draft_ids: Tensor, seed: int) -> Eagle3Head:
+    """An untrained head, in float32 on the target's device.
+
+    Where the shapes allow, its decoder layer and norms are those of the target's last layer, what it fuses is the highest
+    of the features, and its output rows are the target's; all else is small and random.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = Eagle3Head(config)
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=_STD)
+    head.set_draft_ids(draft_ids.cpu())
+    width, last = config.layer.hidden_size, decoder_layers(target.hf_model)[-1]
+    source = dict(last.named_parameters())
+    for name, parameter in head.layer.named_parameters():
+        given = source.get(name)
+        if given is None:
+            continue
+        if parameter.shape == given.shape:
+            parameter.copy_(given)
+        elif name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") and given.shape == (len(parameter), width):
+            parameter[:, width:] = given.float().cpu()
+    if "input_layernorm.weight" in source and source["input_layernorm.weight"].shape == (width,):
+        head.layer.hidden_norm.weight.copy_(source["input_layernorm.weight"])
+        head.layer.input_layernorm.weight.fill_(1.0)
+    head.fc.weight[:, -config.feature_size :] += torch.eye(width, config.feature_size)
+    output = target.hf_model.get_output_embeddings()
+    if output is not None and output.weight.shape[1] == width:
+        head.lm_head.weight.copy_(output.weight[draft_ids.to(output.weight.device)])
+    norm = getattr(target.hf_model.base_model, "norm", None)
+    if norm is not None and norm.weight.shape == (width,):
+        head.norm.weight.copy_(norm.weight)
+    return head.to(target.device)
