@@ -66,10 +66,11 @@ def _expand(template: str, words: Mapping[str, Sequence[str]], rng: random.Rando
         slot = match.group()
         if slot not in drawn:
             others = {text for key, text in drawn.items() if key.startswith("{" + name)}
-            for _ in range(8):
-                text = _expand(rng.choice(words[name]), words, rng, {})
+            text = _expand(rng.choice(words[name]), words, rng, {})
+            for _ in range(7):
                 if text not in others:
                     break
+                text = _expand(rng.choice(words[name]), words, rng, {})
             drawn[slot] = text
         return drawn[slot]
 

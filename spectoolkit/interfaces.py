@@ -79,7 +79,7 @@ class FeatureModel(LanguageModel, Protocol):
     feature_layers: tuple[int, ...]
 
     def features(self, state: Any, num_tokens: Tensor) -> Tensor:
-        """[B, max(num_tokens), F] of the last `num_tokens` [B] cached tokens of each row, in order, then anything."""
+        """[B, max(num_tokens), F] of the last `num_tokens` [B] cached tokens of each row, in order, then zeros."""
         ...
 
 

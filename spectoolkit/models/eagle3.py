@@ -63,9 +63,10 @@ class _Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         width, size, bias = config.hidden_size, head_dim(config), config.attention_bias
+        num_key_heads = config.num_key_value_heads or config.num_attention_heads
         self.q_proj = nn.Linear(2 * width, config.num_attention_heads * size, bias=bias)
-        self.k_proj = nn.Linear(2 * width, config.num_key_value_heads * size, bias=bias)
-        self.v_proj = nn.Linear(2 * width, config.num_key_value_heads * size, bias=bias)
+        self.k_proj = nn.Linear(2 * width, num_key_heads * size, bias=bias)
+        self.v_proj = nn.Linear(2 * width, num_key_heads * size, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * size, width, bias=bias)
 
 

@@ -17,12 +17,14 @@ trained need not carry it.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.resources
 import json
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -84,6 +86,32 @@ def load_eagle3(target: CausalLM, model: str, revision: str | None = None) -> Ea
         weight = tensors["embed_tokens.weight"].to(target.device, target.hf_model.dtype)
         draft = Eagle3(head, target, draft.name, nn.Embedding.from_pretrained(weight))
     return draft
+
+
+def load_packaged_eagle3(target: CausalLM, name: str, sha256: str) -> Eagle3:
+    """A head that comes with this package.
+
+    Args:
+        name: of the target that it was trained for, and of its folder in `spectoolkit/data/eagle3`.
+        sha256: of its weight file, so that results say which weights they are from.
+
+    Raises:
+        UsageError: another target, or a weight file that is missing or another one.
+    """
+    if target.name != name:
+        raise UsageError(
+            f"draft_model: expected the target {name}, for which this head was trained, got {target.name}; give a head "
+            "with draft_model=eagle3 draft_model.model=..., train one with experiment=train_draft_head, or choose a "
+            "draft model with draft_model=hf draft_model.model=..."
+        )
+    folder = Path(str(importlib.resources.files("spectoolkit") / "data" / "eagle3" / name))
+    file = folder / "model.safetensors"
+    found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "no file"
+    if found != sha256:
+        raise UsageError(
+            f"draft_model: expected {file} with the SHA-256 {sha256}, got {found}; install the package anew"
+        )
+    return load_eagle3(target, str(folder))
 
 
 def read_config(folder: Path, model: str, target: CausalLM) -> Eagle3Config:
@@ -258,7 +286,7 @@ def _check_tensors(head: Eagle3Head, tensors: Mapping[str, Tensor], model: str, 
     required = set(expected) - set(OPTIONAL)
     if config.draft_vocab_size != config.layer.vocab_size:
         required.add("d2t")
-    width = target.hf_model.get_input_embeddings().weight.shape[1]
+    width = cast(nn.Embedding, target.hf_model.get_input_embeddings()).weight.shape[1]
     if config.layer.hidden_size != width:
         required.add("embed_tokens.weight")
     problems = [f"missing {name} {list(expected[name])}" for name in sorted(required - tensors.keys())]
@@ -279,7 +307,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def _output_rows(target: CausalLM, config: Eagle3Config, model: str) -> Tensor:
     """[V, D] of the target's output layer."""
-    output = target.hf_model.get_output_embeddings()
-    if output is None or output.weight.shape[1] != config.layer.hidden_size:
+    rows = target.output_rows
+    if rows.shape[1] != config.layer.hidden_size:
         raise UsageError(f"draft_model: {model!r} has no lm_head.weight, and that of {target.name} does not fit")
-    return output.weight.detach()
+    return rows

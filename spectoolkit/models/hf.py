@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,9 +104,21 @@ class CausalLM:
     def features(self, state: RaggedCache, num_tokens: Tensor) -> Tensor:
         """[B, W, F], W = max(num_tokens): of the last `num_tokens` [B] cached tokens of each row, in order.
 
-        F is the width of all `feature_layers` together; slots behind a row's end hold anything finite.
+        F is the width of all `feature_layers` together; slots behind a row's end hold zeros.
         """
         return state.last_features(num_tokens, len(self.feature_layers) * self.hidden_size, self.hf_model.dtype)
+
+    @property
+    def output_rows(self) -> Tensor:
+        """[V, D] weights of the output layer.
+
+        Raises:
+            UsageError: it has none.
+        """
+        output = self.hf_model.get_output_embeddings()
+        if output is None:
+            raise UsageError(f"target: expected {self.name} to have an output layer, it has none")
+        return cast(Tensor, output.weight).detach()
 
     @property
     def hidden_size(self) -> int:

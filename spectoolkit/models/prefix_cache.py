@@ -16,13 +16,15 @@ class PrefixCache:
     The cells of a study decode the same prompts, and prefilling them can cost as much as a short output. Kept states
     are never handed out, only copied from.
 
+    Attributes:
+        model: the model itself.
+
     Args:
-        model: the model.
         max_tokens: how many tokens of prefixes are kept; further ones are prefilled every time.
     """
 
     def __init__(self, model: LanguageModel, max_tokens: int) -> None:
-        self._model = model
+        self.model = model
         self._max_tokens = max_tokens
         self._states: dict[tuple[int, ...], Any] = {}
         self._num_tokens = 0
@@ -33,44 +35,44 @@ class PrefixCache:
     def prefill(self, prefixes: Sequence[Sequence[int]]) -> Any:
         keys = [tuple(prefix) for prefix in prefixes]
         new = list(dict.fromkeys(key for key in keys if key not in self._states))
-        fresh = self._model.prefill(new) if new else None
+        fresh = self.model.prefill(new) if new else None
         place = {key: row for row, key in enumerate(new)}
         if new == keys:
             self._keep(new, fresh)
             return fresh
-        state = self._model.prefill([()] * len(keys))
+        state = self.model.prefill([()] * len(keys))
         if fresh is not None:
             rows = [row for row, key in enumerate(keys) if key in place]
-            state = self._model.insert(state, rows, self._model.select(fresh, [place[keys[row]] for row in rows]))
+            state = self.model.insert(state, rows, self.model.select(fresh, [place[keys[row]] for row in rows]))
             self._keep(new, fresh)
         for row, key in enumerate(keys):
             if key not in place:
-                state = self._model.insert(state, [row], self._states[key])
+                state = self.model.insert(state, [row], self._states[key])
         return state
 
     def with_features(self, layers: Sequence[int]) -> PrefixCache:
         """The same model with features in its states, and a cache of its own."""
-        return PrefixCache(self._model.with_features(layers), self._max_tokens)  # type: ignore[attr-defined]
+        return PrefixCache(self.model.with_features(layers), self._max_tokens)  # type: ignore[attr-defined]
 
     def features(self, state: Any, num_tokens: Tensor) -> Tensor:
-        return self._model.features(state, num_tokens)  # type: ignore[attr-defined]
+        return self.model.features(state, num_tokens)  # type: ignore[attr-defined]
 
     def score(self, state: Any, tokens: Tensor) -> tuple[Tensor, Any]:
-        return self._model.score(state, tokens)
+        return self.model.score(state, tokens)
 
     def rollback(self, state: Any, lengths: Tensor) -> Any:
-        return self._model.rollback(state, lengths)
+        return self.model.rollback(state, lengths)
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
-        return self._model.select(state, rows)
+        return self.model.select(state, rows)
 
     def insert(self, state: Any, rows: Sequence[int], other: Any) -> Any:
-        return self._model.insert(state, rows, other)
+        return self.model.insert(state, rows, other)
 
     def _keep(self, prefixes: Sequence[tuple[int, ...]], state: Any) -> None:
         for row, prefix in enumerate(prefixes):
             if self._num_tokens + len(prefix) <= self._max_tokens:
                 self._num_tokens += len(prefix)
                 # Inserted into an empty state, because a selection of all rows may be the state itself.
-                empty = self._model.prefill([()])
-                self._states[prefix] = self._model.insert(empty, [0], self._model.select(state, [row]))
+                empty = self.model.prefill([()])
+                self._states[prefix] = self.model.insert(empty, [0], self.model.select(state, [row]))

@@ -169,13 +169,14 @@ class RaggedCache(Cache):
         return len(layers) - is_there
 
     def last_features(self, num_tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """[B, max(num_tokens), width] of the last `num_tokens` [B] tokens of each row, then anything."""
+        """[B, max(num_tokens), width] of the last `num_tokens` [B] tokens of each row, then zeros."""
         columns = torch.arange(int(num_tokens.max()) if len(num_tokens) else 0, device=self.lengths.device)
         if not self.layers or not len(columns):
             return torch.zeros(len(num_tokens), len(columns), width, dtype=dtype, device=self.lengths.device)
         kept = self._ragged_layers()[-1].keys[:, 0]
         at = (self.lengths - num_tokens.to(self.lengths.device))[:, None] + columns
-        return kept.gather(1, at.clamp(0, kept.shape[1] - 1)[..., None].expand(-1, -1, width))
+        taken = kept.gather(1, at.clamp(0, kept.shape[1] - 1)[..., None].expand(-1, -1, width))
+        return taken.masked_fill((columns >= num_tokens.to(columns.device)[:, None])[..., None], 0)
 
     def read_lengths(self) -> list[int]:
         """The lengths on the host, read back from the device if need be."""

@@ -17,19 +17,20 @@ from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
 from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.eagle3_files import save_eagle3
+from spectoolkit.models.eagle3_start import fresh_head, head_config
 from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.prefix_cache import PrefixCache
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.records import expected_rows
 from spectoolkit.replay import Strategy, replay
 from spectoolkit.report import plots
-from spectoolkit.report.training import training_figure
+from spectoolkit.report.training import Card, training_figure
 from spectoolkit.runner import outputs_of
 from spectoolkit.study import Cell, Experiment, Store
 from spectoolkit.training.data import Batch, Example, HiddenCache, batches, frequent_ids
-from spectoolkit.training.evaluate import MEASURES, held_out, means
+from spectoolkit.training.evaluate import held_out, means
 from spectoolkit.training.loop import Schedule, train
-from spectoolkit.training.start import fresh_head, head_config
 from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Rejection
 
@@ -110,10 +111,10 @@ def run(
     )
     if examples_per_step < 1 or num_quick < 1 or feature_cache_gb < 0:
         raise UsageError("study: expected examples_per_step and num_quick >= 1 and feature_cache_gb >= 0")
-    plain = cells[0].build().target
-    target = getattr(plain, "_model", plain)
+    built = cells[0].build().target
+    target = built.model if isinstance(built, PrefixCache) else built
     if not isinstance(target, CausalLM):
-        raise UsageError(f"train_draft_head: expected a target of transformers, got {plain.name}")
+        raise UsageError(f"train_draft_head: expected a target of transformers, got {target.name}")
     shape = head_config(target, draft_vocab_size, None if feature_layers is None else tuple(feature_layers))
     target = target.with_features(shape.feature_layers)
     texts = [_text(cell, store) for cell in cells]
@@ -139,7 +140,9 @@ def run(
         return {f"overlap_{int(row['depth'])}": round(row["overlap"], 4) for row in found.to_dict("records")}
 
     fed = batches(examples, examples_per_step, config["seed"])
-    hidden = HiddenCache(target, store.folder / "features" / _key(target, shape.feature_layers), feature_cache_gb)
+    hidden = HiddenCache(
+        target, store.folder / "features" / _key(target, shape.feature_layers), int(feature_cache_gb * 1e9)
+    )
     identity = {
         "text": [text.cell.text_identity for text in trained],
         "draft_vocab_size": draft_vocab_size,
@@ -155,9 +158,12 @@ def run(
     draft.head.eval()
     save_eagle3(draft.head, store.folder / "head", target.name, type(hf_model).__name__, num_depths, torch.float16)
     draft.head.to(hf_model.dtype)
-    text = _report(draft, target, trained, held, store, config, schedule, temperature)
-    replace_text(store.folder / "table.md", text)
-    return f"{text}\nThe head is in {store.folder / 'head'}, the curves in {store.folder}"
+    card = _measure(draft, target, trained, held, config, examples_per_step, num_steps)
+    replace_text(store.folder / "held_out.csv", card.by_depth.to_csv(index=False, lineterminator="\n"))
+    replace_text(store.folder / "table.md", card.markdown())
+    replace_text(store.folder / "head" / "README.md", card.markdown())
+    store.write_manifest({"provenance": provenance(), "config": config, "facts": card.facts})
+    return f"{card.markdown()}\nThe head is in {store.folder / 'head'}, its curves are in {store.folder}"
 
 
 def shared_prompts(trained: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> int:
@@ -196,59 +202,45 @@ def _key(target: CausalLM, layers: Sequence[int]) -> str:
     return hashlib.sha256(named.encode()).hexdigest()[:16]
 
 
-def _report(
+def _measure(
     draft: Eagle3,
     target: CausalLM,
     trained: Sequence[_Text],
     held: _Text,
-    store: Store,
     config: Mapping[str, Any],
-    schedule: Schedule,
-    temperature: float,
-) -> str:
-    """Measure the finished head on all held-out text; write the numbers and return them in words."""
-    k = int(config["num_draft_tokens"])
+    examples_per_step: int,
+    num_steps: int,
+) -> Card:
+    """The finished head on all held-out text."""
+    k, temperature = int(config["num_draft_tokens"]), float(held.cell.settings["sampling.temperature"])
     clusters = [held.experiment.clusters[r.id] for r in held.outputs.requests if len(r.prompt) > 1]
     by_example = held_out(draft, target, _held_out_batches(held.examples), temperature, k)
-    by_depth = means(by_example, clusters)
-    replace_text(store.folder / "held_out.csv", by_depth.to_csv(index=False, lineterminator="\n"))
-    lengths, difference = _acceptance_lengths(draft, target, held, k)
+    lengths, paired = _acceptance_lengths(draft, target, held, k)
     temperatures = ", ".join(sorted({f"{text.cell.settings['sampling.temperature']:g}" for text in trained}))
     num_tokens = sum(len(example.output) for text in trained for example in text.examples)
     num_prompts = len({example.prompt for text in trained for example in text.examples})
-    parameters = {name: p.numel() for name, p in draft.head.named_parameters()}
-    facts = {
-        "target": target.name,
-        "text": f"{num_tokens:,} tokens that the target sampled for {num_prompts:,} prompts at T = {temperatures}",
-        "steps": f"{schedule.num_steps:,} of {len(trained[0].examples) and _per_step(config)} outputs",
-        "parameters": f"{sum(parameters.values()):,}, {parameters['lm_head.weight']:,} of them in the output layer",
-        "draft ids": f"{len(draft.head.d2t):,}, which cover {_coverage(draft, held):.2%} of the held-out tokens",
-        "apart": f"no held-out prompt shares {SHARED_RUN} consecutive tokens with a training prompt",
-    }
-    lines = [f"# {config['name']}", ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
-    lines += [
-        "",
-        f"Held-out prompts, T = {temperature:g}, teacher-forced, 95 % intervals over prompts. *Overlap* is "
-        "Σ min(p, q), the acceptance of a draft drawn from q; *agreement*: p and q have the same most probable token; "
-        "*argmax*: p of q's most probable token, the acceptance of an argmax draft.",
-        "",
-        "| depth | overlap | agreement | argmax |",
-        "|---:|---|---|---|",
-    ]
-    for row in by_depth.to_dict("records"):
-        shown = [f"{row[m]:.3f} [{row[f'{m}_low']:.3f}, {row[f'{m}_high']:.3f}]" for m in MEASURES]
-        lines.append(f"| {row['depth']:.0f} | {' | '.join(shown)} |")
-    lines += ["", f"Acceptance length at K = {k} under rejection, replayed on the same text:", ""]
-    lines += [f"- {name}: {e:.2f} [{low:.2f}, {high:.2f}]" for name, (e, low, high) in lengths.items()]
-    lines.append(f"- argmax less same temperature: {difference[0]:.2f} [{difference[1]:.2f}, {difference[2]:.2f}]")
-    written = {"facts": facts, "lengths": lengths, "difference": difference, "provenance": provenance()}
-    store.write_manifest({**written, "config": config})
-    return "\n".join(lines) + "\n"
-
-
-def _per_step(config: Mapping[str, Any]) -> int:
-    return config["study"]["examples_per_step"]
+    sources = ", ".join(sorted({str(text.cell.settings["prompts.name"]) for text in trained}))
+    num_held = len({example.prompt for example in held.examples})
+    sizes = {name: p.numel() for name, p in draft.head.named_parameters()}
+    return Card(
+        facts={
+            "Target": target.name,
+            "Text": f"{num_tokens:,} tokens that the target sampled for {num_prompts:,} prompts ({sources}) at "
+            f"T = {temperatures}",
+            "Training": f"{num_steps:,} steps of {examples_per_step} outputs",
+            "Size": f"{sum(sizes.values()):,} parameters, {sizes['lm_head.weight']:,} of them in the output layer",
+            "Draft ids": f"{len(draft.head.d2t):,}, which cover {_coverage(draft, held):.2%} of the held-out tokens",
+            "Features": f"inputs of the target's layers {list(draft.feature_layers)}",
+            "Held out": f"{num_held} prompts ({held.cell.settings['prompts.name']}), of which none shares {SHARED_RUN} "
+            "consecutive tokens with a training prompt (checked before training; what all prompts begin with left out)",
+        },
+        by_depth=means(by_example, clusters),
+        temperature=temperature,
+        num_draft_tokens=k,
+        lengths=lengths,
+        difference=(paired.estimate, paired.low, paired.high),
+        command=str(provenance()["command"]),
+    )
 
 
 def _coverage(draft: Eagle3, held: _Text) -> float:
@@ -258,7 +250,7 @@ def _coverage(draft: Eagle3, held: _Text) -> float:
 
 def _acceptance_lengths(
     draft: Eagle3, target: CausalLM, held: _Text, k: int
-) -> tuple[dict[str, tuple[float, float, float]], tuple[float, float, float]]:
+) -> tuple[dict[str, tuple[float, float, float]], metrics.Difference]:
     """Acceptance length of both ways to draft, and their difference paired by prompt."""
     drafters = {
         "argmax": ModelDrafter(draft, target.vocab_size, constant=0.0),
@@ -281,5 +273,4 @@ def _acceptance_lengths(
     for name, frame in zip(drafters, rows, strict=True):
         low, high = metrics.bootstrap(frame, ["acceptance_length"])["acceptance_length"]
         found[name] = (metrics.summarise(frame)["acceptance_length"], low, high)
-    paired = metrics.paired_difference(rows[0], rows[1], "acceptance_length")
-    return found, (paired.estimate, paired.low, paired.high)
+    return found, metrics.paired_difference(rows[0], rows[1], "acceptance_length")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,11 +25,11 @@ def held_out(
 ) -> pd.DataFrame:
     """Teacher-forced acceptance at every depth, one row per example and depth.
 
-    Columns: `example`, `depth` (from 1), `tokens` counted, and sums over them of `overlap` (sum_x min(p, q), both laws at
-    `temperature`), `agreement` (whether p and q have the same most probable token) and `argmax_acceptance` (p of q's most
-    probable token: what an argmax draft's acceptance is).
+    Columns: `example`, `depth` (from 1), `tokens` counted, and sums over them of `overlap` (sum_x min(p, q), both laws
+    at `temperature`), `agreement` (whether p and q have the same most probable token) and `argmax_acceptance` (p of q's
+    most probable token: the acceptance of an argmax draft).
     """
-    output = target.hf_model.get_output_embeddings()
+    output = target.output_rows
     rows: list[dict[str, float]] = []
     num_before = 0
     draft.head.eval()
@@ -42,7 +43,7 @@ def held_out(
         found = torch.zeros(num_depths, len(MEASURES), *batch.tokens.shape, dtype=torch.float64)
         for places in counted[0].nonzero().split(_ROWS):
             at = (places[:, 0], places[:, 1])
-            target_probs = _probs(output(hidden.last[at]), temperature)
+            target_probs = _probs(hidden.last[at] @ output.T, temperature)
             best = target_probs.argmax(-1)
             for depth in range(num_depths):
                 with torch.autocast(draft.device.type, torch.bfloat16, enabled=hidden.last.dtype == torch.bfloat16):
@@ -63,11 +64,11 @@ def held_out(
 
 
 def means(frame: pd.DataFrame, clusters: Sequence[str] | None = None, num_resamples: int = 2000) -> pd.DataFrame:
-    """Mean of every measure by depth, with a 95 % bootstrap interval over clusters of examples where these are given."""
+    """Mean of every measure by depth; with `clusters` (one per example) also a 95 % bootstrap interval over these."""
     rows = []
     for depth, part in frame.groupby("depth"):
         tokens = part["tokens"].to_numpy(float)
-        row: dict[str, float] = {"depth": depth, "tokens": tokens.sum()}
+        row: dict[str, Any] = {"depth": depth, "tokens": tokens.sum()}
         weights = None
         if clusters is not None:
             names, index = np.unique([clusters[i] for i in part["example"]], return_inverse=True)

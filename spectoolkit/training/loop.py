@@ -1,7 +1,7 @@
 """The training loop of a draft head ("training-time test", Li et al., arXiv 2503.01840, section 3.2).
 
-Every position is the start of a step of `num_depths` drafts: the first reads the target's features, the others the head's
-own states, exactly as they will when drafting, with the output's tokens for drafts. The loss of a batch is
+Every position is the start of a step of `num_depths` drafts: the first reads the target's features, the others the
+head's own states, exactly as they will when drafting, with the output's tokens for drafts. The loss of a batch is
 
     sum_j decay^j mean_n CE(p_n, q_{n,j}),
 
@@ -98,7 +98,7 @@ def train(
     head = draft.head
     head.lm_head.weight.requires_grad_(schedule.trains_output)
     optimizers = _optimizers(head, schedule)
-    output = target.hf_model.get_output_embeddings().weight[head.draft_ids].detach()
+    output = target.output_rows[head.draft_ids]
     identity = {**identity, **asdict(schedule)}
     log: list[dict[str, float]] = []
     begin, spent = 0, 0.0

@@ -17,7 +17,10 @@ def is_counted(tokens: Tensor, depth: int) -> Tensor:
 
 
 def cross_entropy(draft_logits: Tensor, target_probs: Tensor) -> Tensor:
-    """[..., ] -sum_x p(x) log q(x) of rows [..., V'], p renormalised over the draft ids; its gradient is that of KL(p, q)."""
+    """[...] -sum_x p(x) log q(x) of rows [..., V'], p renormalised over the draft ids.
+
+    Its gradient is that of KL(p, q).
+    """
     return -(target_probs * functional.log_softmax(draft_logits.float(), dim=-1)).sum(-1)
 
 

@@ -69,7 +69,13 @@ def tiny_tokenizer(vocab_size: int = 40) -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_head(target: CausalLM, draft_vocab_size: int = 25, seed: int = 5, **options: Any) -> Eagle3:
+def tiny_head(
+    target: CausalLM,
+    draft_vocab_size: int = 25,
+    seed: int = 5,
+    feature_layers: tuple[int, ...] = (0, 1, 3),
+    **options: Any,
+) -> Eagle3:
     """A random EAGLE-3 head for `target`, in float64."""
     layer = LlamaConfig(
         vocab_size=target.vocab_size,
@@ -82,7 +88,7 @@ def tiny_head(target: CausalLM, draft_vocab_size: int = 25, seed: int = 5, **opt
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = Eagle3Head(Eagle3Config(layer, draft_vocab_size, (0, 1, 3), 32, **options))
+        head = Eagle3Head(Eagle3Config(layer, draft_vocab_size, feature_layers, 32, **options))
         for parameter in head.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.3)

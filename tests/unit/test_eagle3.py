@@ -1,4 +1,6 @@
-"""The draft head: live against unrolled, against a plain forward of its equations, and inside the loop and replay."""
+"""The draft head: against a plain forward of its equations, live against unrolled, inside the loop and in replay."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -6,14 +8,15 @@ import torch
 from spectoolkit.datatypes import Request, SamplingParams
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NoDrafter, TopMDrafter
 from spectoolkit.errors import UsageError
-from spectoolkit.functional.ragged import pad_rows
 from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.hf import CausalLM
-from spectoolkit.replay import Strategy, replay
+from spectoolkit.models.prefix_cache import PrefixCache
+from spectoolkit.replay import BATCH, Strategy, replay
+from spectoolkit.sampling import SamplingState
 from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Block, Coupled, Rejection
 from tests.helpers.tiny_models import tiny_head, tiny_model
-from tests.helpers.toys import run
+from tests.helpers.toys import outcome, run
 
 PROMPTS = [(5, 9, 3, 7, 2), (8, 4), (6,)]
 LAYERS = (0, 1, 3)
@@ -30,7 +33,7 @@ def head(target) -> Eagle3:
 
 
 def plain_states(head: Eagle3, tokens: list[int], features: torch.Tensor, num_own: int) -> torch.Tensor:
-    """The head's states over a sequence of pairs, its last `num_own` inputs being its own states: one pair at a time."""
+    """The head's states over a sequence of pairs, the last `num_own` of which hold its own states: one at a time."""
     net, layer = head.head, head.head.layer
     config = net.config.layer
     size = config.hidden_size // config.num_attention_heads
@@ -134,3 +137,104 @@ def test_live_and_unrolled_states_are_those_of_the_equations(target, options):
             found.append((start, depth, logits))
     for start, depth, logits in found:
         torch.testing.assert_close(logits[:, 0], head.wide_logits(unrolled[depth][:, start + depth]))
+
+
+PARAMS = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
+
+
+def asked(num: int, params: SamplingParams = PARAMS, max_new_tokens: int = 11) -> list[Request]:
+    return [
+        Request(
+            f"r{i}", PROMPTS[i % 3] + (i % 7 + 2,) * (i % 4), max_new_tokens, params, seed=i, stop_ids=frozenset({0})
+        )
+        for i in range(num)
+    ]
+
+
+def drafters_of(head: Eagle3) -> dict:
+    return {
+        "argmax": (ModelDrafter(head, 40, constant=0.0), Rejection()),
+        "sampled": (ModelDrafter(head, 40, ratio=1.0), Rejection()),
+        "block": (ModelDrafter(head, 40, ratio=0.8), Block()),
+        "top_m": (TopMDrafter(head, 40, ratio=1.0, keep=3), Rejection()),
+        "coupled": (CoupledDrafter(head, 40, ratio=1.0), Coupled()),
+    }
+
+
+@pytest.mark.parametrize("name", drafters_of(None))
+def test_greedy_output_is_plain_greedy_output(target, head, name):
+    drafter, verifier = drafters_of(head)[name]
+    requests = asked(9, SamplingParams(temperature=0.0, repetition_penalty=1.3))
+    plain = run(target, NoDrafter(), Rejection(), requests)
+    found = run(target, drafter, verifier, requests)
+    assert {key: one.tokens for key, one in found.items()} == {key: one.tokens for key, one in plain.items()}
+    assert sum(step.accepted for one in found.values() for step in one.steps) > 0
+
+
+@pytest.mark.parametrize("name", drafters_of(None))
+def test_a_request_does_not_depend_on_its_batch(target, head, name):
+    drafter, verifier = drafters_of(head)[name]
+    requests = asked(7)
+    alone = run(target, drafter, verifier, requests, batch_size=1)
+    for wide in (run(PrefixCache(target, 100), drafter, verifier, requests, batch_size=b) for b in (3, 7)):
+        assert {key: outcome(one) for key, one in wide.items()} == {key: outcome(one) for key, one in alone.items()}
+
+
+def test_replay_asks_of_each_start_and_depth_what_live_drafting_would(target, head):
+    """The numbers behind a replay, one step start at a time by the live stream."""
+    requests = asked(BATCH + 5, max_new_tokens=9)
+    outputs = run(target, NoDrafter(), Rejection(), requests)
+    texts = Trajectories(
+        tuple(requests),
+        tuple(outputs[r.id].tokens for r in requests),
+        tuple(outputs[r.id].finish_reason for r in requests),
+    )
+    drafter, k = ModelDrafter(head, 40, ratio=1.0), 3
+    counts = replay(target, [Strategy(drafter, Rejection(), k)], texts)[0]
+    for i, (request, output) in enumerate(zip(requests, texts.outputs, strict=True)):
+        accepted = torch.zeros(len(output), k + 1, dtype=torch.float64)
+        for s in range(len(output)):
+            before = [*request.prompt, *output[:s]]
+            state = target.prefill([before[:-1]])
+            logits, _ = target.score(target.prefill([before[:-1]]), torch.tensor([[before[-1], *output[s:]]]))
+            sampling = SamplingState.of([request.id], [request.params], [request.prompt], [output[:s]], 40)
+            drafts = torch.tensor([output[s:]])
+            target_probs = sampling.probs(logits[:, :-1], drafts[:, :-1], "target")
+            first = torch.tensor([len(request.prompt) - 1])
+            stream = head.start([request.prompt], target.features(target.prefill([request.prompt[:-1]]), first))
+            if s:
+                stream = head.commit(stream, torch.tensor([output[:s]]), target.features(state, torch.tensor([s])))
+            draft_logits, stream = head.first(stream)
+            chance = 1.0
+            for depth in range(min(k, len(output) - s, request.max_new_tokens - s - 1)):
+                if depth > 0:
+                    draft_logits, stream = head.next(stream, drafts[:, depth - 1 : depth])
+                draft_probs = drafter.draft_probs(draft_logits, sampling, drafts[:, :depth])
+                token = output[s + depth]
+                chance *= float((draft_probs[0, 0, token] / target_probs[0, depth, token]).clamp(max=1))
+                accepted[s, depth + 1] = chance
+        for num in range(1, k + 1):
+            begun, at_least = torch.zeros(len(output) + k + 2), accepted[:, : num + 1].clone()
+            at_least[:, 0], begun[0] = 1.0, 1.0
+            for s in range(len(output)):
+                exactly = at_least[s] - torch.cat([at_least[s, 1:], torch.zeros(1, dtype=torch.float64)])
+                begun[s + 1 : s + num + 2] += begun[s] * exactly
+            steps = float(begun[: len(output)].sum())
+            assert float(counts[num - 1].steps[i, 0]) == pytest.approx(steps, rel=1e-5)
+
+
+def test_a_target_without_the_heads_features_is_refused(target, head):
+    drafter = ModelDrafter(head, 40, ratio=1.0)
+    with pytest.raises(UsageError, match=r"features of its layers \[0, 1, 3\]"):
+        run(tiny_model(), drafter, Rejection(), asked(1))
+    with pytest.raises(UsageError, match="layers \\[0, 1\\]"):
+        run(target.with_features((0, 1)), drafter, Rejection(), asked(1))
+    with pytest.raises(UsageError, match="feature_layers: expected layers from 0 to 3"):
+        target.with_features((0, 4))
+
+
+def test_a_request_may_end_and_others_join(target, head):
+    requests = [dataclasses.replace(r, max_new_tokens=1 + i) for i, r in enumerate(asked(8))]
+    drafter = ModelDrafter(head, 40, ratio=1.0)
+    found = run(target, drafter, Rejection(), requests, batch_size=2)
+    assert [len(found[r.id].tokens) <= r.max_new_tokens for r in requests] == [True] * 8

@@ -30,7 +30,7 @@ def head_config(target: CausalLM, draft_vocab_size: int, feature_layers: tuple[i
             f"target: expected six layers or more to take features of, got {num_layers}; say feature_layers"
         )
     rope = getattr(config, "rope_parameters", None)
-    is_plain_rope = isinstance(rope, dict) and "rope_theta" in rope
+    default_rope = {"rope_type": "default", "rope_theta": 10000.0}
     layer = LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=config.hidden_size,
@@ -42,7 +42,7 @@ def head_config(target: CausalLM, draft_vocab_size: int, feature_layers: tuple[i
         hidden_act=getattr(config, "hidden_act", None) or "silu",
         max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-5,
-        rope_parameters=dict(rope) if is_plain_rope else {"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters=dict(rope) if isinstance(rope, dict) and "rope_theta" in rope else default_rope,
         tie_word_embeddings=False,
     )
     layers = tuple(feature_layers or default_feature_layers(num_layers))
@@ -53,8 +53,8 @@ def head_config(target: CausalLM, draft_vocab_size: int, feature_layers: tuple[i
 def fresh_head(target: CausalLM, config: Eagle3Config, draft_ids: Tensor, seed: int) -> Eagle3Head:
     """An untrained head, in float32 on the target's device.
 
-    Where the shapes allow, its decoder layer and norms are those of the target's last layer, what it fuses is the highest
-    of the features, and its output rows are the target's; all else is small and random.
+    Where the shapes allow, its decoder layer and norms are those of the target's last layer, what it fuses is the
+    highest of the features, and its output rows are the target's; all else is small and random.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -77,9 +77,9 @@ def fresh_head(target: CausalLM, config: Eagle3Config, draft_ids: Tensor, seed: 
         head.layer.hidden_norm.weight.copy_(source["input_layernorm.weight"])
         head.layer.input_layernorm.weight.fill_(1.0)
     head.fc.weight[:, -config.feature_size :] += torch.eye(width, config.feature_size)
-    output = target.hf_model.get_output_embeddings()
-    if output is not None and output.weight.shape[1] == width:
-        head.lm_head.weight.copy_(output.weight[draft_ids.to(output.weight.device)])
+    rows = target.output_rows
+    if rows.shape[1] == width:
+        head.lm_head.weight.copy_(rows[draft_ids.to(rows.device)])
     norm = getattr(target.hf_model.base_model, "norm", None)
     if norm is not None and norm.weight.shape == (width,):
         head.norm.weight.copy_(norm.weight)
