@@ -19,8 +19,9 @@ def test_every_package_and_the_configs_are_listed():
 def test_the_patterns_cover_every_data_file():
     patterns = PROJECT["tool"]["setuptools"]["package-data"]
     for package, folder in (("spectoolkit", ROOT / "spectoolkit"), ("spectoolkit.configs", config_folder())):
-        found = {path for pattern in patterns[package] for path in folder.glob(pattern)}
-        data = {path for path in folder.rglob("*") if path.suffix in (".yaml", ".jsonl")}
+        found = {path for pattern in patterns[package] for path in folder.glob(pattern) if path.is_file()}
+        code = (".py", ".pyc")
+        data = {path for path in folder.rglob("*") if path.is_file() and path.suffix not in code}
         assert found == data
 
 
