@@ -218,6 +218,21 @@ def test_typical_acceptance_is_replayed_where_it_is_exact_match():
             live_and_replayed(target, ModelDrafter(draft, 5, constant=0.0), verifier, asked, 3)
 
 
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_proposals_without_a_model_replay_to_the_last_step_at_temperature_0(name):
+    """One replay gives every K: a smaller budget may do nothing but cut a proposal."""
+    target, _ = toy_pair(vocab_size=6, order=2, seed=3)
+    drafter = drafters(None, 6)[name]
+    asked = requests(9, max_new_tokens=30, vocab_size=6, params=[SamplingParams(temperature=0.0)])
+    outputs = live_and_replayed(target, drafter, Rejection(), asked, 5)[2]
+    counts = replay(target, [Strategy(drafter, Rejection(), 5)], outputs)[0]
+    for k in range(1, 6):
+        rows = live_and_replayed(target, drafter, Rejection(), asked, k)[0]
+        for column in ("steps", "proposing_steps", "drafted", "accepted"):
+            assert rows[column].tolist() == getattr(counts[k - 1], column)[:, 0].tolist(), (k, column)
+        assert 0 < rows["accepted"].sum() < rows["drafted"].sum()
+
+
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_nan_names_model_request_and_position(side):
     good = random_tabular(5, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spectoolkit.datatypes import Completion, Request, SamplingParams
 from spectoolkit.decode import decode
-from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, NoDrafter, TopMDrafter
+from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, NoDrafter, SuffixDrafter, TopMDrafter
 from spectoolkit.models.tabular import TabularModel, blend_tabular, random_tabular
 from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
 
@@ -31,6 +31,7 @@ def drafters(draft, vocab_size: int) -> dict:
         "top_m": TopMDrafter(draft, vocab_size, ratio=1.0, keep=2),
         "coupled": CoupledDrafter(draft, vocab_size, ratio=1.0),
         "ngram": NGramDrafter(max_ngram=3, min_ngram=1),
+        "suffix": SuffixDrafter(max_match=4, max_spec_factor=2.0, min_probability=0.3),
         "none": NoDrafter(),
     }
 
