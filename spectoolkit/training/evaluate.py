@@ -43,6 +43,7 @@ def held_out(
         found = torch.zeros(num_depths, len(MEASURES), *batch.tokens.shape, dtype=torch.float64)
         for places in counted[0].nonzero().split(_ROWS):
             at = (places[:, 0], places[:, 1])
+            kept = (at[0].cpu(), at[1].cpu())
             target_probs = _probs(hidden.last[at] @ output.T, temperature)
             best = target_probs.argmax(-1)
             for depth in range(num_depths):
@@ -50,9 +51,9 @@ def held_out(
                     logits = draft.wide_logits(states[depth][at])
                 draft_probs = _probs(logits, temperature)
                 drafted = draft_probs.argmax(-1)
-                found[depth, 0][at] = overlap(target_probs, draft_probs).double().cpu()
-                found[depth, 1][at] = (drafted == best).double().cpu()
-                found[depth, 2][at] = target_probs.gather(-1, drafted[:, None])[:, 0].double().cpu()
+                found[depth, 0][kept] = overlap(target_probs, draft_probs).double().cpu()
+                found[depth, 1][kept] = (drafted == best).double().cpu()
+                found[depth, 2][kept] = target_probs.gather(-1, drafted[:, None])[:, 0].double().cpu()
         for depth in range(num_depths):
             mask = counted[depth].cpu()
             sums = torch.where(mask, found[depth], 0).sum(-1)

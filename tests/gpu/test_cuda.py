@@ -8,12 +8,17 @@ from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter
 from spectoolkit.functional.draw import draw
 from spectoolkit.functional.noise import Role, uniforms
 from spectoolkit.functional.warp import warp
+from spectoolkit.models.eagle3 import Eagle3
+from spectoolkit.models.eagle3_start import fresh_head, head_config
 from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.layer_skip import skip_layers
 from spectoolkit.replay import Strategy, replay
+from spectoolkit.training.data import Example, HiddenCache, batches, frequent_ids
+from spectoolkit.training.evaluate import held_out
+from spectoolkit.training.loop import Schedule, train
 from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
-from tests.helpers.tiny_models import FAMILIES, tiny_model
+from tests.helpers.tiny_models import FAMILIES, tiny_head, tiny_model
 from tests.helpers.toys import outcome, requests, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -83,3 +88,37 @@ def test_replay_gives_the_counts_of_the_cpu():
         counts.append(replay(target, strategies, outputs))
     for one, other in zip(*counts, strict=True):
         torch.testing.assert_close(one[3].accepted_at, other[3].accepted_at, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_draft_head_drafts_and_replays_as_on_the_cpu(family):
+    asked = requests(7, max_new_tokens=15, vocab_size=40, params=PARAMS)
+    found, counts = [], []
+    for plain in (tiny_model(family), on_gpu(tiny_model(family))):
+        target = plain.with_features((0, 1, 3))
+        head = tiny_head(target)
+        head.head.to(target.device)
+        drafter = ModelDrafter(head, 40, ratio=1.0)
+        done = run(target, drafter, Block(), asked)
+        found.append({key: outcome(one) for key, one in done.items()})
+        outputs = Trajectories(tuple(asked), tuple(done[r.id].tokens for r in asked), ("length",) * len(asked))
+        counts.append(replay(target, [Strategy(drafter, Rejection(), 4)], outputs)[0])
+    assert found[0] == found[1]
+    # Rotary frequencies are kept in float32.
+    torch.testing.assert_close(counts[0][3].accepted_at, counts[1][3].accepted_at, rtol=1e-4, atol=1e-4)
+
+
+def test_a_draft_head_is_trained(tmp_path):
+    target = on_gpu(tiny_model()).with_features((0, 1, 3))
+    examples = [Example((1, 2, 3 + i), tuple((i * j + 2) % 40 for j in range(9))) for i in range(12)]
+    shape = head_config(target, 30, (0, 1, 3))
+    draft = Eagle3(fresh_head(target, shape, frequent_ids(examples, 30, 40), 0), target, "new")
+    fed = batches(examples, 4, seed=0)
+    schedule = Schedule(40, 3, 3e-3, 2, 0.8, trains_output=False, checkpoint_every=20, seed=0)
+    hidden = HiddenCache(target, tmp_path / "features", 10**8)
+
+    def evaluate() -> dict[str, float]:
+        return {"overlap_1": float(held_out(draft, target, fed[:1], 0.7, 2)["overlap"].sum())}
+
+    log = train(draft, target, fed, hidden, schedule, tmp_path / "checkpoint.pt", {}, evaluate)
+    assert log[-1]["loss_1"] < log[1]["loss_1"]
