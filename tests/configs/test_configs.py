@@ -17,12 +17,14 @@ NEEDS = {
     "target=hf": ["target.model=some/model"],
     "draft_model=hf": ["draft_model.model=some/model"],
     "draft_model=layer_skip": ["draft_model.skipped_layers=[1]"],
+    "draft_model=eagle3": ["draft_model.model=some/head"],
     "drafter=temperature": ["drafter.ratio=0.5"],
     "prompts=jsonl": [],
     "prompts=datasets": [],
 }
-STUDIES_OF_REAL_MODELS = {"layer_skip_search", "engine_benchmark"}
+STUDIES_OF_REAL_MODELS = {"layer_skip_search", "engine_benchmark", "train_draft_head"}
 BENCHMARKS = {"replay_benchmark"}  # measure every time
+TESTED_ELSEWHERE = {"speed"}  # measures every time, too
 
 
 def options(group: str) -> list[str]:
@@ -93,7 +95,9 @@ def test_every_experiment_composes(experiment, size):
     assert plan.cells
 
 
-@pytest.mark.parametrize("experiment", sorted(set(options("experiment")) - STUDIES_OF_REAL_MODELS - BENCHMARKS))
+@pytest.mark.parametrize(
+    "experiment", sorted(set(options("experiment")) - STUDIES_OF_REAL_MODELS - BENCHMARKS - TESTED_ELSEWHERE)
+)
 def test_every_experiment_runs_on_the_toy_and_its_second_run_computes_nothing(experiment, tmp_path, monkeypatch):
     overrides = [f"experiment={experiment}", *TOY, f"folder={tmp_path}"]
     first = config.plan(overrides)
