@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -84,3 +86,25 @@ def fresh_head(target: CausalLM, config: Eagle3Config, draft_ids: Tensor, seed: 
     if norm is not None and norm.weight.shape == (width,):
         head.norm.weight.copy_(norm.weight)
     return head.to(target.device)
+
+
+@torch.no_grad()
+def with_draft_ids(head: Eagle3Head, target: CausalLM, draft_ids: Tensor) -> Eagle3Head:
+    """The head with other draft ids, its output layer being the target's rows of them; nothing else changes.
+
+    A head that was trained against the target's own rows has learnt where to point, not which ids there are.
+
+    Raises:
+        UsageError: an output layer that is not the target's rows (it was trained itself).
+    """
+    rows = target.output_rows
+    if not torch.equal(head.lm_head.weight, rows[head.draft_ids].to(head.lm_head.weight.dtype)):
+        raise UsageError(
+            "written_vocab_size: expected a head whose output layer was not trained (trains_output: false)"
+        )
+    other = Eagle3Head(replace(head.config, draft_vocab_size=len(draft_ids)))
+    kept = {name: tensor for name, tensor in head.state_dict().items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    other.load_state_dict(kept, strict=False)
+    other.set_draft_ids(draft_ids.cpu())
+    other.lm_head.weight.copy_(rows[draft_ids.to(rows.device)])
+    return other.to(head.fc.weight.device).eval()

@@ -17,7 +17,7 @@ from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
 from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.eagle3_files import save_eagle3
-from spectoolkit.models.eagle3_start import fresh_head, head_config
+from spectoolkit.models.eagle3_start import fresh_head, head_config, with_draft_ids
 from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.prefix_cache import PrefixCache
 from spectoolkit.progress import progress_bar
@@ -89,6 +89,7 @@ def run(
     num_quick: int,
     feature_cache_gb: float,
     feature_layers: Sequence[int] | None = None,
+    written_vocab_size: int | None = None,
 ) -> str:
     """Sample what is missing of the text, train or go on training, measure, and write the head into `head/`.
 
@@ -101,6 +102,8 @@ def run(
         num_quick: held-out outputs that the curves are measured on; the table takes all of them.
         feature_cache_gb: disk space for the target's hidden states; what does not fit is computed again and again.
         feature_layers: the target's layers to read; null is low, middle and high as in published heads.
+        written_vocab_size: ids that the written head proposes; null is those it was trained with. Others are possible
+            where the output layer was not trained (`models.eagle3_start.with_draft_ids`).
 
     Raises:
         UsageError: a target that is not one of transformers, training prompts that share a passage with held-out ones,
@@ -115,6 +118,11 @@ def run(
     target = built.model if isinstance(built, PrefixCache) else built
     if not isinstance(target, CausalLM):
         raise UsageError(f"train_draft_head: expected a target of transformers, got {target.name}")
+    if written_vocab_size is not None and (trains_output or not 1 <= written_vocab_size <= target.vocab_size):
+        raise UsageError(
+            f"study.written_vocab_size: expected null, or a number from 1 to {target.vocab_size} with "
+            f"trains_output=false, got {written_vocab_size} with trains_output={trains_output}"
+        )
     shape = head_config(target, draft_vocab_size, None if feature_layers is None else tuple(feature_layers))
     target = target.with_features(shape.feature_layers)
     texts = [_text(cell, store) for cell in cells]
@@ -156,6 +164,9 @@ def run(
     plots.save(training_figure(frame, temperature), store.folder)
     hf_model = target.hf_model
     draft.head.eval()
+    if written_vocab_size is not None:
+        written_ids = frequent_ids(examples, written_vocab_size, target.vocab_size)
+        draft = Eagle3(with_draft_ids(draft.head, target, written_ids), target, draft.name)
     save_eagle3(draft.head, store.folder / "head", target.name, type(hf_model).__name__, num_depths, torch.float16)
     draft.head.to(hf_model.dtype)
     card = _measure(draft, target, trained, held, config, examples_per_step, num_steps)

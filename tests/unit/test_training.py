@@ -11,7 +11,7 @@ from spectoolkit import config
 from spectoolkit.composed_prompts import load_composed
 from spectoolkit.errors import RunError, UsageError
 from spectoolkit.models.eagle3 import Eagle3, Eagle3Config
-from spectoolkit.models.eagle3_start import fresh_head, head_config
+from spectoolkit.models.eagle3_start import fresh_head, head_config, with_draft_ids
 from spectoolkit.prompts import load_builtin
 from spectoolkit.studies.train_draft_head import shared_prompts
 from spectoolkit.training.data import Batch, Example, HiddenCache, batches, frequent_ids, hidden_of
@@ -302,6 +302,20 @@ def test_the_study_writes_a_head_that_drafts(saved_target, trained, tmp_path):
     assert "argmax" in text
 
 
+def test_other_draft_ids_leave_the_states_alone(target):
+    draft = new_draft(target)
+    other = with_draft_ids(draft.head, target, torch.arange(0, 40, 2))
+    assert other.draft_ids.tolist() == list(range(0, 40, 2))
+    states = torch.randn(3, 32)
+    both = [i for i in range(0, 40, 2) if draft.head.t2d[i]]
+    before = Eagle3(draft.head, target, "x").wide_logits(states[None])[..., both]
+    torch.testing.assert_close(Eagle3(other, target, "x").wide_logits(states[None])[..., both], before)
+    with torch.no_grad():
+        draft.head.lm_head.weight[0] += 1
+    with pytest.raises(UsageError, match="whose output layer was not trained"):
+        with_draft_ids(draft.head, target, torch.arange(5))
+
+
 def test_a_finished_study_trains_no_more(saved_target, trained):
     before = (trained / "held_out.csv").read_bytes()
     config.plan(overrides(saved_target, trained)).run()
@@ -320,6 +334,7 @@ def test_other_settings_do_not_meet_the_checkpoint(saved_target, trained):
         (["study.num_steps=0"], "study.num_steps: expected an integer >= 1, got 0"),
         (["study.depth_decay=0"], "0 < depth_decay <= 1"),
         (["study.draft_vocab_size=1000"], "draft_vocab_size: expected a number from 1 to the target's 100, got 1000"),
+        (["study.written_vocab_size=101"], r"study.written_vocab_size: expected null, or a number from 1 to 100"),
         (["study.feature_layers=[1,2,30]"], "expected layers from 0 to 8"),
         (["target=tabular", "~target.model"], "expected a target of transformers"),
     ],
