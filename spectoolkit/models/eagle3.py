@@ -388,22 +388,21 @@ class Eagle3:
         embedded = self.embed(tokens)
         scale = head_dim(self.head.config.layer) ** -0.5
         found: list[Tensor] = []
-        kept: list[list[Tensor]] = [[], [], []]
+        states: list[Tensor] = []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         for depth in range(num_depths):
             if depth == 0:
                 inputs = self.head.fuse(features)
             else:  # row n was fed the state of row n - 1
-                before = kept[0][depth - 1]
-                inputs = functional.pad(before, (0, 0, 1, 0))[:, begin : begin + width]
-            residual, queries, keys, values = self.head.project(embedded, inputs, positions)
-            for store, new in zip(kept[1:], (keys, values), strict=True):
-                old = (past.keys if store is kept[1] else past.values)[depth : depth + 1]
-                store.append(torch.cat([*old, new], dim=2))
-            attended = self._attend(past, queries, kept[1], kept[2], rows, depth, scale)
-            states = self.head.finish(residual, attended)
-            kept[0].append(torch.cat([*past.states[depth : depth + 1], states], dim=1))
-            found.append(states)
-        return found, replace(past, states=tuple(kept[0]), keys=tuple(kept[1]), values=tuple(kept[2]))
+                inputs = functional.pad(states[depth - 1], (0, 0, 1, 0))[:, begin : begin + width]
+            residual, queries, new_keys, new_values = self.head.project(embedded, inputs, positions)
+            keys.append(_appended(past.keys, depth, new_keys))
+            values.append(_appended(past.values, depth, new_values))
+            attended = self._attend(past, queries, keys, values, rows, depth, scale)
+            found.append(self.head.finish(residual, attended))
+            states.append(_appended(past.states, depth, found[depth]))
+        return found, replace(past, states=tuple(states), keys=tuple(keys), values=tuple(values))
 
     def _attend(
         self,
@@ -445,6 +444,11 @@ class Eagle3:
         for weight, value in zip(of_own, own_values, strict=True):
             attended = attended + weight * value
         return attended.flatten(1, 2).transpose(1, 2).flatten(2)
+
+
+def _appended(kept: Sequence[Tensor], depth: int, new: Tensor) -> Tensor:
+    """What is kept of a depth [.., n, size], if anything, with the new rows behind it."""
+    return torch.cat([*kept[depth : depth + 1], new], dim=-2)
 
 
 def head_dim(config: LlamaConfig) -> int:

@@ -43,7 +43,7 @@ def training_figure(log: pd.DataFrame, temperature: float, width_in: float = sty
         figure = Figure(figsize=(width_in, 2.3), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
-        curves(left, log, "loss", "Cross-entropy (nats)", legend=False)
+        curves(left, log, "loss", "Training loss (nats)", legend=False)
         curves(right, log, "overlap", f"Held-out Σ min(p, q), T = {temperature:g}", legend=True)
         right.set_ylim(bottom=0)
     return figure

@@ -84,6 +84,8 @@ def run(
     learning_rate: float,
     num_depths: int,
     depth_decay: float,
+    acceptance_weight: float,
+    acceptance_from: float,
     trains_output: bool,
     checkpoint_every: int,
     num_quick: int,
@@ -97,8 +99,8 @@ def run(
         held_out_prompts: option of the group `prompts` whose cell is measured on; all other cells are trained on.
         draft_vocab_size: ids that the head can propose: the most frequent ones of the text.
         examples_per_step: outputs in a batch.
-        num_steps, num_warmup, learning_rate, num_depths, depth_decay, trains_output, checkpoint_every: see
-            `training.loop.Schedule`.
+        num_steps, num_warmup, learning_rate, num_depths, depth_decay, acceptance_weight, acceptance_from,
+            trains_output, checkpoint_every: see `training.loop.Schedule`.
         num_quick: held-out outputs that the curves are measured on; the table takes all of them.
         feature_cache_gb: disk space for the target's hidden states; what does not fit is computed again and again.
         feature_layers: the target's layers to read; null is low, middle and high as in published heads.
@@ -110,7 +112,16 @@ def run(
             or settings outside their range.
     """
     schedule = Schedule(
-        num_steps, num_warmup, learning_rate, num_depths, depth_decay, trains_output, checkpoint_every, config["seed"]
+        num_steps=num_steps,
+        num_warmup=num_warmup,
+        learning_rate=learning_rate,
+        num_depths=num_depths,
+        depth_decay=depth_decay,
+        acceptance_weight=acceptance_weight,
+        acceptance_from=acceptance_from,
+        trains_output=trains_output,
+        checkpoint_every=checkpoint_every,
+        seed=config["seed"],
     )
     if examples_per_step < 1 or num_quick < 1 or feature_cache_gb < 0:
         raise UsageError("study: expected examples_per_step and num_quick >= 1 and feature_cache_gb >= 0")

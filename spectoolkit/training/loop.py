@@ -3,9 +3,10 @@
 Every position is the start of a step of `num_depths` drafts: the first reads the target's features, the others the
 head's own states, exactly as they will when drafting, with the output's tokens for drafts. The loss of a batch is
 
-    sum_j decay^j mean_n CE(p_n, q_{n,j}),
+    sum_j decay^j mean_n L(p_n, q_{n,j}),
 
-p_n the target's law at temperature 1 (soft targets, renormalised over the draft ids), q_{n,j} the head's at depth j.
+p_n the target's law at temperature 1 (soft targets, renormalised over the draft ids), q_{n,j} the head's at depth j,
+and L cross-entropy, joined by the probability of acceptance for the later part of the training (`training.loss`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from spectoolkit.files import replace
 from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.hf import CausalLM
 from spectoolkit.training.data import Batch, Hidden, HiddenCache
-from spectoolkit.training.loss import cross_entropy, is_counted
+from spectoolkit.training.loss import draft_loss, is_counted
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Schedule:
         learning_rate: of Muon for matrices (its update scaled to the size of AdamW's) and of AdamW for the rest.
         num_depths: drafts of a step that are trained.
         depth_decay: weight of a depth over that of the one before.
+        acceptance_weight: w of `training.loss.draft_loss`, from the share `acceptance_from` of the steps on; 0 before.
         trains_output: whether the output layer is trained, or keeps the target's rows.
         checkpoint_every: steps after which everything is written to disk.
     """
@@ -48,6 +50,8 @@ class Schedule:
     learning_rate: float
     num_depths: int
     depth_decay: float
+    acceptance_weight: float
+    acceptance_from: float
     trains_output: bool
     checkpoint_every: int
     seed: int
@@ -61,6 +65,15 @@ class Schedule:
                 "study: expected learning_rate > 0, 0 < depth_decay <= 1 and num_warmup >= 0, got "
                 f"{self.learning_rate!r}, {self.depth_decay!r} and {self.num_warmup!r}"
             )
+        if self.acceptance_weight < 0 or not 0 <= self.acceptance_from <= 1:
+            raise UsageError(
+                "study: expected acceptance_weight >= 0 and acceptance_from in [0, 1], got "
+                f"{self.acceptance_weight!r} and {self.acceptance_from!r}"
+            )
+
+    def weight(self, step: int) -> float:
+        """Weight of acceptance in the loss of a step, counted from 0."""
+        return self.acceptance_weight if step >= self.acceptance_from * self.num_steps else 0.0
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
@@ -117,7 +130,7 @@ def train(
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = schedule.rate(step)
-        of_depths = _losses(draft, batch, hidden.get(batch), output, schedule.num_depths)
+        of_depths = _losses(draft, batch, hidden.get(batch), output, schedule.num_depths, schedule.weight(step))
         weights = schedule.depth_decay ** torch.arange(schedule.num_depths, device=draft.device)
         (of_depths * weights).sum().backward()
         nn.utils.clip_grad_norm_([p for p in head.parameters() if p.requires_grad], 1.0)
@@ -151,8 +164,10 @@ def train(
 LOG_EVERY = 20
 
 
-def _losses(draft: Eagle3, batch: Batch, hidden: Hidden, output: Tensor, num_depths: int) -> Tensor:
-    """[num_depths] mean cross-entropy per counted position; `output` [V', D] are the target's output rows."""
+def _losses(
+    draft: Eagle3, batch: Batch, hidden: Hidden, output: Tensor, num_depths: int, acceptance_weight: float
+) -> Tensor:
+    """[num_depths] mean loss per counted position; `output` [V', D] are the target's output rows."""
     with torch.autocast(draft.device.type, torch.bfloat16, enabled=hidden.last.dtype == torch.bfloat16):
         past = draft.unroll_start(batch.prompts, hidden.of_prompts)
         states, _ = draft.unroll(past, batch.inputs, hidden.of_inputs, num_depths)
@@ -162,7 +177,9 @@ def _losses(draft: Eagle3, batch: Batch, hidden: Hidden, output: Tensor, num_dep
         for depth, of_depth in enumerate(states):
             counted = is_counted(batch.tokens, depth)
             logits = draft.head.logits(of_depth[counted])
-            found.append(cross_entropy(logits, target_probs[counted]).sum() / counted.sum().clamp(min=1))
+            found.append(
+                draft_loss(logits, target_probs[counted], acceptance_weight).sum() / counted.sum().clamp(min=1)
+            )
     return torch.stack(found)
 
 

@@ -18,31 +18,46 @@ def is_counted(tokens: Tensor, depth: int) -> Tensor:
     return (tokens >= 0) & (torch.arange(tokens.shape[1], device=tokens.device) >= depth)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """`cross_entropy` with the gradient q - p kept from the forward pass, in the dtype of the logits.
+class _DraftLoss(torch.autograd.Function):
+    """`draft_loss` with its gradient kept from the forward pass, in the dtype of the logits.
 
-    Rows are long and there are many: the composed form reads and writes them four times as often.
+    Rows are long and there are many: the composed form reads and writes them several times as often.
     """
 
     @staticmethod
-    def forward(ctx: Any, draft_logits: Tensor, target_probs: Tensor) -> Tensor:
+    def forward(ctx: Any, draft_logits: Tensor, target_probs: Tensor, acceptance_weight: float) -> Tensor:
         log_probs = functional.log_softmax(draft_logits, dim=-1, dtype=torch.float32)
         loss = -torch.linalg.vecdot(log_probs, target_probs.to(log_probs.dtype))
-        ctx.save_for_backward(log_probs.exp_().sub_(target_probs).to(draft_logits.dtype))
+        draft_probs = log_probs.exp_()
+        gradient = draft_probs - target_probs
+        if acceptance_weight > 0:
+            accepted = torch.minimum(draft_probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
+            loss = loss - acceptance_weight * accepted[..., 0].log()
+            # d accepted / d logit y = q(y) (1[q(y) < p(y)] - sum_x q(x) 1[q(x) < p(x)])
+            below = draft_probs.masked_fill(draft_probs >= target_probs, 0)
+            of_accepted = below.addcmul(draft_probs, below.sum(-1, keepdim=True), value=-1)
+            gradient = gradient.addcdiv(of_accepted, accepted, value=-acceptance_weight)
+        ctx.save_for_backward(gradient.to(draft_logits.dtype))
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0][..., None].to(gradient.dtype), None
+        return gradient * grads[0][..., None].to(gradient.dtype), None, None
 
 
-def cross_entropy(draft_logits: Tensor, target_probs: Tensor) -> Tensor:
-    """[...] -sum_x p(x) log q(x) of rows [..., V'], p renormalised over the draft ids.
+TINY = 1e-6
 
-    Its gradient is that of KL(p, q).
+
+def draft_loss(draft_logits: Tensor, target_probs: Tensor, acceptance_weight: float) -> Tensor:
+    """[...] of rows [..., V'], p renormalised over the draft ids:
+
+        -sum_x p(x) log q(x)  -  w log sum_x min(p(x), q(x))
+
+    The first term has the gradient of KL(p, q). The second is the negative log-probability that rejection sampling
+    accepts a draft: with few parameters q cannot be p, and of all q that miss it those are wanted that overlap most.
     """
-    return cast(Tensor, _CrossEntropy.apply(draft_logits, target_probs))
+    return cast(Tensor, _DraftLoss.apply(draft_logits, target_probs, acceptance_weight))
 
 
 def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def test_a_draft_head_is_trained(tmp_path):
     shape = head_config(target, 30, (0, 1, 3))
     draft = Eagle3(fresh_head(target, shape, frequent_ids(examples, 30, 40), 0), target, "new")
     fed = batches(examples, 4, seed=0)
-    schedule = Schedule(40, 3, 3e-3, 2, 0.8, trains_output=False, checkpoint_every=20, seed=0)
+    schedule = Schedule(40, 3, 3e-3, 2, 0.8, 0.0, 0.0, trains_output=False, checkpoint_every=20, seed=0)
     hidden = HiddenCache(target, tmp_path / "features", 10**8)
 
     def evaluate() -> dict[str, float]:
