@@ -1,18 +1,22 @@
 """Rules and drafters that are wrong on purpose: each must be seen, and by the law that its fault has."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
-from spectoolkit.datatypes import Dense, DraftNoise, PointMass, Proposal, SamplingParams, Uniforms
+from spectoolkit.datatypes import Dense, DraftNoise, PointMass, Proposal, Request, SamplingParams, Uniforms
 from spectoolkit.drafters import ModelDrafter
 from spectoolkit.drafters.negative_controls import ArgmaxAsSampled, NoiseByPosition, TopMReportedRaw, TopPOnDraftOnly
 from spectoolkit.errors import ContractError, UsageError
 from spectoolkit.functional.noise import position_keys, position_uniforms
 from spectoolkit.functional.warp import warp
 from spectoolkit.interfaces import Verifier
+from spectoolkit.models.tabular import TabularModel
 from spectoolkit.replay import check_replayable
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Match, Rejection, Threshold
@@ -43,9 +47,10 @@ from tests.helpers.enumerate import (
     total_variation,
     without_draft_weights,
 )
-from tests.helpers.toys import WRONG_VERIFIERS, toy_pair, wrong_drafters
+from tests.helpers.toys import WRONG_VERIFIERS, run, toy_pair, wrong_drafters
 from tests.unit.test_lossy_laws import RowLaw, accept_or, argmax_of, by_rows, normalised
 
+NO_MODEL: Any = None
 EXACT = 1e-12
 SEEN = 1e-3
 SIZES = [(2, 3), (3, 2), (4, 2)]
@@ -226,7 +231,7 @@ def by_drafter(drafter: ModelDrafter, table: Table) -> tuple[list[Tensor], list[
 
 
 def test_an_argmax_reported_as_sampled_by_numbers() -> None:
-    drawn, reported = by_drafter(ArgmaxAsSampled(None, 3, ratio=1.0), constant_table([0.6, 0.3, 0.1], 1))  # type: ignore[arg-type]
+    drawn, reported = by_drafter(ArgmaxAsSampled(NO_MODEL, 3, ratio=1.0), constant_table([0.6, 0.3, 0.1], 1))
     emitted = emission(constant_table([0.5, 0.3, 0.2], 2), drawn, reported, Rejection())
     assert emitted.reaches.item() == pytest.approx(5 / 6)
     assert emitted.first_token == pytest.approx([5 / 6, 0, 1 / 6])
@@ -236,7 +241,7 @@ def test_an_argmax_reported_as_sampled_by_numbers() -> None:
 @pytest.mark.parametrize(("vocab_size", "num_drafts"), SIZES)
 def test_an_argmax_reported_as_sampled_is_seen(rule: Verifier, vocab_size: int, num_drafts: int) -> None:
     target, draft = random_table(15, vocab_size, num_drafts + 1), random_table(16, vocab_size, num_drafts)
-    drawn, reported = by_drafter(ArgmaxAsSampled(None, vocab_size, ratio=1.0), draft)  # type: ignore[arg-type]
+    drawn, reported = by_drafter(ArgmaxAsSampled(NO_MODEL, vocab_size, ratio=1.0), draft)
     cells = block_cells if rule == Block() else None
     assert law_of(drawn).equal(law_of(argmax_table(draft)))
     assert law_of(reported).equal(law_of(draft))
@@ -248,7 +253,7 @@ def test_an_argmax_reported_as_sampled_is_seen(rule: Verifier, vocab_size: int, 
 
 def test_a_cut_row_reported_raw_is_seen() -> None:
     target, draft = random_table(15, 4, 3), random_table(16, 4, 2)
-    drafter = TopMReportedRaw(None, 4, ratio=1.0, keep=2)  # type: ignore[arg-type]
+    drafter = TopMReportedRaw(NO_MODEL, 4, ratio=1.0, keep=2)
     drawn, reported = by_drafter(drafter, draft)
     assert law_of(reported).equal(law_of(draft))
     cut = cut_table(draft, 2)
@@ -261,7 +266,7 @@ def test_a_cut_row_reported_raw_is_seen() -> None:
 
 def test_a_cut_row_reported_raw_by_numbers() -> None:
     p, raw = [2 / 3, 1 / 3, 0.0], torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    drafter = TopMReportedRaw(None, 3, ratio=1.0, keep=2)  # type: ignore[arg-type]
+    drafter = TopMReportedRaw(NO_MODEL, 3, ratio=1.0, keep=2)
     drawn, reported = by_drafter(drafter, [raw])
     assert drawn[0].tolist() == pytest.approx([0.625, 0.375, 0.0])
     emitted = emission(constant_table(p, 2), drawn, reported, Rejection())
@@ -269,14 +274,14 @@ def test_a_cut_row_reported_raw_by_numbers() -> None:
     assert emitted.first_token == pytest.approx([0.625, 0.375, 0.0])
 
 
-def state(**params: float) -> SamplingState:
-    return SamplingState.of(["r"], [SamplingParams(**params)], [(0,)], [[]], 4)
+def state(top_p: float = 1.0) -> SamplingState:
+    return SamplingState.of(["r"], [SamplingParams(top_p=top_p)], [(0,)], [[]], 4)
 
 
 def test_top_p_on_the_draft_only_leaves_the_nucleus() -> None:
     """Lossless for the target's own law, but not for the one that was asked for: id 3 is emitted in 1 of 20 steps."""
     raw_p, raw_q = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.4, 0.3, 0.22, 0.08]], dtype=torch.float64)
-    drafter = TopPOnDraftOnly(None, 4, ratio=1.0, top_p=0.9)  # type: ignore[arg-type]
+    drafter = TopPOnDraftOnly(NO_MODEL, 4, ratio=1.0, top_p=0.9)
     q = drafter.draft_probs(raw_q.log()[None, None], state(), torch.empty(1, 0, dtype=torch.int64))[0, 0]
     assert q.tolist() == pytest.approx([10 / 23, 7.5 / 23, 5.5 / 23, 0])
     p = warp(raw_p.log()[None, None], torch.ones(1), None, torch.tensor([0.9], dtype=torch.float64), None)[0, 0]
@@ -289,8 +294,8 @@ def test_top_p_on_the_draft_only_leaves_the_nucleus() -> None:
 def test_top_p_on_the_draft_only_asks_for_one_on_no_other_side() -> None:
     for arguments in ({}, {"top_p": 1.0}):
         with pytest.raises(UsageError, match=r"drafter\.top_p: expected a number below 1"):
-            TopPOnDraftOnly(None, 4, ratio=1.0, **arguments)  # type: ignore[arg-type]
-    drafter = TopPOnDraftOnly(None, 4, ratio=1.0, top_p=0.9)  # type: ignore[arg-type]
+            TopPOnDraftOnly(NO_MODEL, 4, ratio=1.0, **arguments)
+    drafter = TopPOnDraftOnly(NO_MODEL, 4, ratio=1.0, top_p=0.9)
     noise = DraftNoise(torch.zeros(1, 1, dtype=torch.float64))
     with pytest.raises(UsageError, match=r"sampling\.top_p: expected 1"):
         drafter.propose(None, state(top_p=0.9), torch.ones(1, dtype=torch.int64), noise)
@@ -314,7 +319,7 @@ def test_the_number_of_a_position_is_uniform_and_its_own() -> None:
 
 
 def test_a_position_that_is_drafted_again_gets_the_same_token() -> None:
-    drafter = NoiseByPosition(None, 4, ratio=1.0)  # type: ignore[arg-type]
+    drafter = NoiseByPosition(NO_MODEL, 4, ratio=1.0)
     row = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     seeds, requests = torch.arange(4000), torch.zeros(4000, dtype=torch.int64)
     first = DraftNoise(torch.rand(4000, 3).double(), position_keys(seeds, requests, torch.full((4000,), 5), 3))
@@ -360,7 +365,7 @@ def law_with_reused_drafts(p: Sequence[float], q: Sequence[float], rule: Verifie
             # The next step begins one position later, whose draft was b and is b again; the draft behind it is new.
             for c in range(size):
                 for further, much in step[b, c].items():
-                    law[tokens[0], further[0]] += share * weights[c] * much
+                    law[(*tokens, *further[:1])] += share * weights[c] * much
     return law
 
 
@@ -371,6 +376,23 @@ def test_draft_noise_reused_by_a_later_step_harms_block_verification(p: list[flo
     assert by_block.sum().item() == pytest.approx(1)
     assert total_variation(by_block, right) > SEEN
     assert total_variation(by_rejection, right) <= EXACT
+
+
+def test_draft_noise_reused_in_the_loop_has_the_law_of_the_enumeration() -> None:
+    """Chi-square tests of the first two tokens; the right one has false alarm 1e-9."""
+    p, q, num = [1 / 3, 2 / 3], [2 / 3, 1 / 3], 12000
+    target, draft = (TabularModel(torch.tensor(row, dtype=torch.float64)) for row in (p, q))
+    asked = [Request(id=f"r{i}", prompt=(0,), max_new_tokens=4) for i in range(num)]
+    made = {"by position": NoiseByPosition(draft, 2, ratio=1.0), "by step": ModelDrafter(draft, 2, ratio=1.0)}
+    laws = {"wrong": law_with_reused_drafts(p, q, Block()), "right": law_of(constant_table(p, 2))}
+    chance = {}
+    for how, drafter in made.items():
+        counts = Counter(done.tokens[:2] for done in run(target, drafter, Block(), asked, 2, 2000).values())
+        observed = [counts[a, b] for a in range(2) for b in range(2)]
+        for name, law in laws.items():
+            chance[how, name] = stats.chisquare(observed, num * law.flatten().numpy()).pvalue
+    assert chance["by position", "wrong"] > 1e-9 > chance["by position", "right"]
+    assert chance["by step", "right"] > 1e-9 > chance["by step", "wrong"]
 
 
 def test_a_recovered_token_with_the_drafts_noise_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,11 +414,11 @@ def test_a_recovered_token_with_the_drafts_noise_by_numbers(monkeypatch: pytest.
         emitted = rule.verify(p.expand(size, 2, 4), proposal, uniforms).emitted[:, 0]
         return (torch.bincount(emitted, minlength=4) / size).tolist()
 
-    by_position = NoiseByPosition(None, 4, ratio=1.0)  # type: ignore[arg-type]
+    by_position = NoiseByPosition(NO_MODEL, 4, ratio=1.0)
     wrong = [0.3125, 0.3875, 0.2, 0.1]
     assert first_token(by_position, RecoveredWithDraftNoise()) == pytest.approx(wrong, abs=1e-6)
     # Either half alone is right: the other side's number is fresh.
-    tenths = ModelDrafter(None, 4, ratio=1.0)  # type: ignore[arg-type]
+    tenths = ModelDrafter(NO_MODEL, 4, ratio=1.0)
     assert first_token(tenths, RecoveredWithDraftNoise()) == pytest.approx(p.tolist(), abs=1e-6)
 
 
