@@ -148,7 +148,8 @@ def make_cell(config: Mapping[str, Any], choices: Mapping[str, str], loaders: Lo
 
     settings = dict(_flatten({key: value for key, value in config.items() if key not in NOT_OF_A_CELL}))
     settings |= {f"{group}.name": choice for group, choice in choices.items()}
-    settings |= {"verifier.is_lossless": verifier.is_lossless, "engine": engine}
+    is_lossless = verifier.is_lossless and not getattr(drafter, "is_negative_control", False)
+    settings |= {"verifier.is_lossless": is_lossless, "engine": engine}
     unused = () if uses_draft_model else ("draft_model.",)
     if engine == "live":
         unused += ("engine", "trajectories")

@@ -197,6 +197,9 @@ class Verifier(Protocol):
         is_lossless: whether the emitted tokens follow the target's law exactly, for every drafter with such a law.
         keeps_law: whether it reads the draft law, which then has to be kept from drafting to verification; a rule that
             looks at the draft tokens alone needs nothing kept, whatever they were drawn from.
+
+    A rule that is wrong on purpose, to show what a test of exactness catches, says so by `is_negative_control = True`,
+    and so does a drafter that breaks its contract on purpose.
     """
 
     @property

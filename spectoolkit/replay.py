@@ -61,9 +61,15 @@ def check_replayable(drafter: Drafter, verifier: Verifier, *, is_greedy: bool) -
         is_greedy: whether all requests have temperature 0, where some lossy rules are exact (`is_exact_when_greedy`).
 
     Raises:
-        UsageError: a lossy verifier, or one that does not say how its acceptance follows from the output.
+        UsageError: a lossy verifier, one that does not say how its acceptance follows from the output, or a drafter
+            that is wrong on purpose.
     """
     name = type(verifier).__name__
+    if getattr(drafter, "is_negative_control", False):
+        raise UsageError(
+            f"engine=replay: {type(drafter).__name__} is wrong on purpose: its drafts do not follow the law that it "
+            "reports, which a replay relies on; decode it with engine=live"
+        )
     is_exact = verifier.is_lossless or (is_greedy and getattr(verifier, "is_exact_when_greedy", False))
     if not is_exact:
         raise UsageError(

@@ -14,6 +14,10 @@ TYPICAL_TOLERANCE = 1e-5
 """A probability that exceeds the typical threshold by no more than this, relatively, counts as equal to it: above the
 rounding of the entropy of a float32 row over a large vocabulary."""
 
+RELAXED_TOLERANCE = 1e-6
+"""A probability that misses the relaxed threshold by no more than this counts as equal to it: the rounding of a float32
+row."""
+
 
 def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """Acceptance probability [...] float64 of a token drawn from q under rejection, of rows [..., V].
@@ -112,10 +116,25 @@ def sparse_residual_mass(target_probs: Tensor, ids: Tensor, probs: Tensor, scale
 def typical_threshold(target_probs: Tensor, epsilon: float, delta: float) -> Tensor:
     """Threshold [...] float64 of typical acceptance for rows [..., V]; H is the entropy in nats.
 
-    min(epsilon, delta * exp(-H(p)))      (Cai et al., arXiv 2401.10774, section 3)
+    min(epsilon, delta * exp(-H(p)))      (Cai et al., arXiv 2401.10774, section 2.3.1)
     """
     entropy = torch.special.entr(target_probs).sum(-1, dtype=torch.float64)
     return (delta * torch.exp(-entropy)).clamp(max=epsilon)
+
+
+def relaxed_test(target_probs: Tensor, tokens: Tensor, top_n: int, delta: float) -> Tensor:
+    """Which `tokens` [...] are among the N most probable of their rows [..., V] and near the first of them.
+
+        rank(x) < N  and  p(x) >= max p - delta  and  p(x) > 0
+
+    rank(x) counts the tokens before x in the order of falling probability, the lower id first on ties.
+    """
+    own = probs_of(target_probs, tokens)
+    value = target_probs.gather(-1, tokens.clamp(0, target_probs.shape[-1] - 1)[..., None])
+    ids = torch.arange(target_probs.shape[-1], device=tokens.device)
+    is_before = (target_probs > value) | ((target_probs == value) & (ids < tokens[..., None]))
+    is_near = own + RELAXED_TOLERANCE >= target_probs.amax(-1).to(torch.float64) - delta
+    return (is_before.sum(-1) < top_n) & is_near & (own > 0)
 
 
 def is_drafted(lengths: Tensor, num_draft_tokens: int) -> Tensor:

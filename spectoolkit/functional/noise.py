@@ -84,6 +84,16 @@ def exponentials(keys: Tensor, vocab_size: int) -> Tensor:
     return leading.add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
+def position_uniforms(keys: Tensor) -> Tensor:
+    """Uniforms [...] float64 in [0, 1) of shared `keys` [...]: the same number at a position in every step.
+
+        u = exp(-E),   E the key's exponential of token 0
+
+    Only for noise that must not come back and does (negative controls); a verification needs `uniforms`.
+    """
+    return torch.exp(-exponentials(keys, 1).squeeze(-1)).clamp(max=1 - 2.0**-53)
+
+
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,11 @@ def residual_at(target_row: Tensor, proposal: Proposal, position: Tensor) -> Ten
             return residual(target_row, row)
         case law:
             raise _unknown(law)
+
+
+def rest_without_draft(target_row: Tensor, proposal: Proposal, position: Tensor) -> Tensor:
+    """w without the drafted token [B, V], unnormalised, arguments as in `residual_at`, whatever the law says of q."""
+    return residual_at(target_row, replace(proposal, law=PointMass()), position)
 
 
 def residual_masses(target_probs: Tensor, proposal: Proposal, scale: Tensor) -> Tensor:

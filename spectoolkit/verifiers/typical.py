@@ -24,7 +24,7 @@ from spectoolkit.functional.conditional import GivenOutput, given_match
 from spectoolkit.functional.draw import draw
 from spectoolkit.functional.renewal import product_of_factors
 
-Recovery = Literal["sample", "argmax", "first_only"]
+Recovery = Literal["sample", "argmax", "first_only", "medusa"]
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,17 @@ class Typical:
         "sample"      a sample of p_n
         "argmax"      the most probable token of p_n (lowest id on ties)
         "first_only"  a sample of p_n if n = 0, else nothing: older serving code, kept to measure what it costs
+        "medusa"      the most probable token of p_n, and so it does behind a whole accepted proposal
 
-    and with a sample of p_n, the bonus token, if all n drafts were accepted (n = 0 included), for every `recovery`.
+    and, but for "medusa", with a sample of p_n, the bonus token, if all n drafts were accepted (n = 0 included).
 
-    Reference: Cai et al. (Medusa), arXiv 2401.10774, section 3, typical acceptance. We deviate as serving systems do:
-    every draft is tested, where Medusa takes the first token of a step greedily and unconditionally, and the bonus
-    token is the target's ordinary sample also when recovered tokens are the argmax.
+    Reference: Cai et al. (Medusa), arXiv 2401.10774, section 2.3.1, typical acceptance. There the first token of a step
+    is decoded greedily and accepted unconditionally. That token is no draft: it is the argmax of the target's row
+    behind the tokens accepted one step earlier. Here a step emits the token of that row itself, as its last one, and
+    the drafter continues from it. So "medusa" is Medusa's rule on a chain: each step ends with the argmax, untested,
+    whether a draft was rejected or none, and all drafts behind it are tested, the first one too. Only the first token
+    of an output differs: no step goes before it, so it is drafted and tested. The other values of `recovery` deviate as
+    serving systems do: the bonus token is the target's ordinary sample also when recovered tokens are the argmax.
     Laws: all (ignored). Not lossless. `judged_alone` is the test of each position on its own.
 
     Noise: the token at position n is drawn with `emit[:, n]`; `accept` is not used.
@@ -90,7 +95,9 @@ class Typical:
         row = take(target_probs, num_accepted)
         last = draw(row, take(uniforms.emit, num_accepted))
         is_recovered = num_accepted < lengths
-        if self.recovery == "argmax":
+        if self.recovery == "medusa":
+            last = row.argmax(-1)
+        elif self.recovery == "argmax":
             last = torch.where(is_recovered, row.argmax(-1), last)
         elif self.recovery == "first_only":
             last = torch.where(is_recovered & (num_accepted > 0), PAD, last)

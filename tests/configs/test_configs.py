@@ -28,7 +28,9 @@ TESTED_ELSEWHERE = {"speed"}  # measures every time, too
 
 
 def options(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    """Its options, those in folders of it as "folder/option"."""
+    folder = CONFIGS / group
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
 
 def all_options() -> list[str]:
@@ -85,6 +87,21 @@ def test_every_pair_whose_laws_fit_runs_and_the_others_are_refused(drafter, veri
     else:
         with pytest.raises(UsageError, match="the verifier judges drafts of the laws"):
             config.plan(overrides)
+
+
+@pytest.mark.parametrize(
+    "option", [f"{group}={option}" for group in ("drafter", "verifier") for option in options(group) if "/" in option]
+)
+def test_a_part_that_is_wrong_on_purpose_says_so(option):
+    group, name = option.split("=")
+    text = (CONFIGS / group / f"{name}.yaml").read_text()
+    assert text.startswith("# WRONG on purpose")
+    assert get_object(yaml.safe_load(text)["_target_"]).is_negative_control
+    assert name.startswith("wrong/")
+    other = [f"verifier={fitting_verifier(name)}"] if group == "drafter" else []
+    (cell,) = config.plan([*TOY, option, *other, "engine=auto"]).cells
+    assert cell.settings["verifier.is_lossless"] is False
+    assert cell.engine == "live"
 
 
 @pytest.mark.parametrize("experiment", options("experiment"))
@@ -197,6 +214,12 @@ def test_a_cell_is_known_by_what_can_change_its_numbers():
         (["verifier=typical", "verifier.epsilon=x"], r"epsilon: expected float, got 'x'"),
         (["verifier=typical", "verifier.epsilon=0"], r"verifier\.epsilon: expected a number in \(0, 1\]"),
         (["verifier=typical", "verifier.recovery=none"], "recovery"),
+        (["verifier=relaxed", "verifier.top_n=0"], r"verifier\.top_n: expected an integer >= 1, got 0"),
+        (["verifier=threshold", "verifier.threshold_acc=0"], r"verifier\.threshold_acc: expected a number in \(0, 1\]"),
+        (["verifier=lenient", "verifier.lenience=2"], r"verifier\.lenience: expected a number in \(0, 1\], got 2"),
+        (["verifier=mixture", "verifier.draft_weight=-1"], r"verifier\.draft_weight: expected a number in \[0, 1\]"),
+        (["drafter=wrong/argmax_as_sampled", "engine=replay"], "ArgmaxAsSampled is wrong on purpose"),
+        (["verifier=wrong/whole_block", "engine=replay"], "WholeBlock is not lossless"),
         (["prompts.categories=[nope]"], "categories: expected only rewriting"),
         (["prompts=jsonl", "prompts.path=/nonexistent.jsonl"], "expected a readable file"),
         (["drafter._target_=no.such"], r"drafter\._target_: expected the path of a class"),
@@ -282,8 +305,8 @@ def test_a_jsonl_fault_names_file_and_line(prompt_file):
 
 
 def test_the_package_lists_every_folder_of_configs():
-    """A wheel carries `*.yaml` and `*/*.yaml`; nothing may lie deeper."""
-    assert {path.relative_to(CONFIGS).parts.__len__() for path in CONFIGS.rglob("*.yaml")} <= {1, 2}
+    """A wheel carries `*.yaml`, `*/*.yaml` and `*/*/*.yaml`; nothing may lie deeper."""
+    assert {path.relative_to(CONFIGS).parts.__len__() for path in CONFIGS.rglob("*.yaml")} <= {1, 2, 3}
     assert Path(CONFIGS / "config.yaml").exists()
 
 

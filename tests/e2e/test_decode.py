@@ -20,7 +20,19 @@ from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
 from tests.helpers.tiny_models import tiny_model
-from tests.helpers.toys import DRAFTERS, LOSSLESS, VERIFIERS, drafters, outcome, pairs, requests, run, toy_pair
+from tests.helpers.toys import (
+    DRAFTERS,
+    LOSSLESS,
+    VERIFIERS,
+    WRONG_VERIFIERS,
+    drafters,
+    outcome,
+    pairs,
+    requests,
+    run,
+    toy_pair,
+    wrong_drafters,
+)
 
 
 def plain(target, request: Request) -> list[int]:
@@ -239,11 +251,15 @@ class EmitsTheTargetsOwnRow(Rejection):
         return dataclasses.replace(verdict, emitted=emitted.scatter(1, at, redrawn))
 
 
-def p_value(drafter, verifier, params, num=6000) -> float:
-    """Chi-square test of the first three tokens against the target's exact law, over all 64 outcomes."""
+def p_value(drafter, verifier, params, num=6000, judged_by=None) -> float:
+    """Chi-square test of the first three tokens against the target's exact law, over all 64 outcomes.
+
+    The law is that of `params`, or of `judged_by` where the drafter keeps a parameter from the target.
+    """
     target, draft = toy_pair(vocab_size=4, order=1, seed=3)
     asked = [Request(id=f"s{i}", prompt=(1, 2), max_new_tokens=3, params=params) for i in range(num)]
-    done = run(target, drafters(draft, 4)[drafter], verifier, asked, 3, 1000)
+    done = run(target, (drafters(draft, 4) | wrong_drafters(draft, 4))[drafter], verifier, asked, 3, 1000)
+    params = judged_by or params
     counts = Counter(one.tokens for one in done.values())
     state = SamplingState.of(["x"], [params], [(1, 2)], [[]], 4)
     none = torch.empty(1, 0, dtype=torch.int64)
@@ -252,7 +268,8 @@ def p_value(drafter, verifier, params, num=6000) -> float:
     outcomes = list(itertools.product(range(4), repeat=3))
     expected = [num * float(law[2, a] * law[a, b] * law[b, c]) for a, b, c in outcomes]
     observed = [counts[key] for key in outcomes]
-    assert all(o == 0 for o, e in zip(observed, expected, strict=True) if e == 0)
+    if any(o > 0 for o, e in zip(observed, expected, strict=True) if e == 0):
+        return 0.0
     pairs = [(o, e) for o, e in zip(observed, expected, strict=True) if e > 0]
     return float(stats.chisquare(*zip(*pairs, strict=True)).pvalue)
 
@@ -269,6 +286,22 @@ def test_sampled_output_has_the_targets_law(drafter, verifier):
 @pytest.mark.parametrize("verifier", [Typical(), EmitsTheTargetsOwnRow()])
 def test_the_test_above_rejects_rules_that_are_not_lossless(verifier):
     assert p_value("same_temperature", verifier, PARAMS) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("drafter", "verifier"),
+    [
+        *(("same_temperature", name) for name in WRONG_VERIFIERS if name != "recovered_with_draft_noise"),
+        ("noise_by_position", "recovered_with_draft_noise"),
+        ("argmax_as_sampled", "rejection"),
+        ("top_m_reported_raw", "rejection"),
+        ("top_p_on_draft_only", "rejection"),
+    ],
+)
+def test_the_test_above_rejects_every_negative_control(drafter, verifier):
+    plain, asked = SamplingParams(temperature=0.9), SamplingParams(temperature=0.9, top_p=0.7)
+    judged_by = asked if drafter == "top_p_on_draft_only" else plain
+    assert p_value(drafter, (VERIFIERS | WRONG_VERIFIERS)[verifier], plain, judged_by=judged_by) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -317,7 +350,9 @@ def test_exactly_the_pairs_whose_laws_fit_are_accepted(drafter, verifier):
 
 
 def test_rules_that_need_the_draft_law_refuse_shared_noise():
-    assert {v for d, v in pairs(VERIFIERS) if d == "coupled"} == {"coupled", "match", "typical"}
+    assert {v for d, v in pairs(VERIFIERS) if d == "coupled"} == {
+        "coupled", "match", "relaxed", "threshold", "threshold_loose", "typical", "typical_medusa",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,12 @@ def residual_weights(target_row: Tensor, draft_row: Tensor, token: int) -> Tenso
     return rest.clamp(min=0)
 
 
+def without_draft_weights(target_row: Tensor, draft_row: Tensor, token: int) -> Tensor:
+    rest = target_row.clone()
+    rest[token] = 0
+    return rest
+
+
 def no_cuts(target_row: Tensor, draft_row: Tensor, token: int) -> Tensor:
     return target_row[:0]
 
@@ -134,11 +140,13 @@ def emission(
     emit_cuts: Cuts | None = None,
     cells: Cells | None = None,
     law_of_rows: Law = Dense,
+    continued_by: Table | None = None,
 ) -> Emission:
     """What `verifier` emits when drafts are drawn from one model and reported as another (None: as point masses).
 
     K is the number of positions of `drawn_from`; `target` has one more. `cells` replaces the cuts by position for rules
-    whose cells depend on the whole step; `law_of_rows` is how the reported rows are handed to the rule.
+    whose cells depend on the whole step; `law_of_rows` is how the reported rows are handed to the rule. Blocks shorter
+    than K + 1 are continued by `continued_by`, or by the target's own rows.
     """
     emit_cuts = emit_cuts or cumulated(target_weights, residual_weights)
 
@@ -169,7 +177,7 @@ def emission(
             tokens = tuple(digit - 1 for digit in digits if digit)
             blocks[tokens] = blocks.get(tokens, 0.0) + mass[code]
     for tokens, mass in blocks.items():
-        rest = [rows[tokens] for rows in target[len(tokens) :]]
+        rest = [rows[tokens] for rows in (continued_by or target)[len(tokens) :]]
         law[tokens] += mass * law_of(rest) if rest else mass
     return Emission(law, reaches, blocks)
 

@@ -5,8 +5,18 @@ from __future__ import annotations
 from spectoolkit.datatypes import Completion, Request, SamplingParams
 from spectoolkit.decode import decode
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, NoDrafter, SuffixDrafter, TopMDrafter
+from spectoolkit.drafters.negative_controls import ArgmaxAsSampled, NoiseByPosition, TopMReportedRaw, TopPOnDraftOnly
 from spectoolkit.models.tabular import TabularModel, blend_tabular, random_tabular
-from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
+from spectoolkit.verifiers import Block, Coupled, Lenient, Match, Mixture, Rejection, Relaxed, Threshold, Typical
+from spectoolkit.verifiers.negative_controls import (
+    AcceptedByTarget,
+    BonusByArgmax,
+    RecoveredFromTarget,
+    RecoveredWithDraftNoise,
+    RecoveredWithoutDraft,
+    Reseeded,
+    WholeBlock,
+)
 
 VERIFIERS = {
     "rejection": Rejection(),
@@ -14,6 +24,23 @@ VERIFIERS = {
     "match": Match(),
     "coupled": Coupled(),
     "typical": Typical(),
+    "typical_medusa": Typical(recovery="medusa"),
+    "relaxed": Relaxed(top_n=2, delta=0.3),
+    "threshold": Threshold(),
+    "threshold_loose": Threshold(threshold_single=0.4, threshold_acc=0.7),
+    "lenient": Lenient(lenience=0.5),
+    "lenient_at_1": Lenient(lenience=1.0),
+    "mixture": Mixture(draft_weight=0.3),
+    "mixture_at_0": Mixture(draft_weight=0.0),
+}
+WRONG_VERIFIERS = {
+    "accepted_by_target": AcceptedByTarget(),
+    "bonus_by_argmax": BonusByArgmax(),
+    "recovered_from_target": RecoveredFromTarget(),
+    "recovered_with_draft_noise": RecoveredWithDraftNoise(),
+    "recovered_without_draft": RecoveredWithoutDraft(),
+    "reseeded": Reseeded(),
+    "whole_block": WholeBlock(),
 }
 LOSSLESS = {name: verifier for name, verifier in VERIFIERS.items() if verifier.is_lossless}
 
@@ -33,6 +60,15 @@ def drafters(draft, vocab_size: int) -> dict:
         "ngram": NGramDrafter(max_ngram=3, min_ngram=1),
         "suffix": SuffixDrafter(max_match=4, max_spec_factor=2.0, min_probability=0.3),
         "none": NoDrafter(),
+    }
+
+
+def wrong_drafters(draft, vocab_size: int) -> dict:
+    return {
+        "argmax_as_sampled": ArgmaxAsSampled(draft, vocab_size, ratio=1.0),
+        "noise_by_position": NoiseByPosition(draft, vocab_size, ratio=1.0),
+        "top_m_reported_raw": TopMReportedRaw(draft, vocab_size, ratio=1.0, keep=2),
+        "top_p_on_draft_only": TopPOnDraftOnly(draft, vocab_size, ratio=1.0, top_p=0.7),
     }
 
 

@@ -1,13 +1,14 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from spectoolkit.datatypes import PAD, Dense, DraftLaw, PointMass, Proposal, TopM, Uniforms, Verdict
 from spectoolkit.functional.draw import draw
 from spectoolkit.interfaces import Verifier
-from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
+from spectoolkit.verifiers import Block, Coupled, Lenient, Match, Mixture, Rejection, Relaxed, Threshold, Typical
+from tests.helpers.toys import WRONG_VERIFIERS
 
 RULES: list[Verifier] = [
     Rejection(),
@@ -17,6 +18,12 @@ RULES: list[Verifier] = [
     Typical(),
     Typical(recovery="argmax"),
     Typical(recovery="first_only"),
+    Typical(recovery="medusa"),
+    Relaxed(top_n=3, delta=0.3),
+    Threshold(threshold_single=0.4, threshold_acc=0.7),
+    Lenient(lenience=0.5),
+    Mixture(draft_weight=0.3),
+    *WRONG_VERIFIERS.values(),
 ]
 
 
@@ -56,6 +63,7 @@ def cases(draw_from: st.DrawFn) -> tuple[Tensor, Proposal, Uniforms]:
 @given(cases())
 def test_what_every_verdict_keeps(rule: Verifier, case: tuple[Tensor, Proposal, Uniforms]) -> None:
     target, proposal, uniforms = case
+    assume(type(proposal.law) in rule.laws)
     verdict = rule.verify(target, proposal, uniforms)
     batch, num_drafts = proposal.tokens.shape
     assert verdict.emitted.shape == (batch, num_drafts + 1)
@@ -70,7 +78,8 @@ def test_what_every_verdict_keeps(rule: Verifier, case: tuple[Tensor, Proposal, 
         assert verdict.emitted[row].tolist() == block + [PAD] * (num_drafts + 1 - len(block))
         is_cut = rule == Typical(recovery="first_only") and 0 < accepted < length
         assert len(block) == accepted + (not is_cut)
-        assert all(target[row, i, token] > 0 for i, token in enumerate(block))
+        drawn = block[accepted:] if isinstance(rule, Mixture) else block  # whose law has the draft's tokens, too
+        assert all(target[row, len(block) - len(drawn) + i, token] > 0 for i, token in enumerate(drawn))
         alone = verdict.judged_alone[row].tolist()
         if rule != Block():  # whose tests are of prefixes
             assert alone[:accepted] == [True] * accepted
@@ -83,6 +92,7 @@ def test_what_every_verdict_keeps(rule: Verifier, case: tuple[Tensor, Proposal, 
 @given(cases())
 def test_a_sequence_does_not_depend_on_its_batch(rule: Verifier, case: tuple[Tensor, Proposal, Uniforms]) -> None:
     target, proposal, uniforms = case
+    assume(type(proposal.law) in rule.laws)
     assert uniforms.shared is not None
     together = rule.verify(target, proposal, uniforms)
     again = rule.verify(target, proposal, uniforms)

@@ -9,9 +9,11 @@ from spectoolkit.errors import ContractError, UsageError
 from spectoolkit.functional.draw import draw, gumbel_max
 from spectoolkit.functional.warp import warp
 from spectoolkit.interfaces import Verifier
-from spectoolkit.verifiers import Block, Coupled, Match, Rejection, Typical
+from spectoolkit.verifiers import Block, Coupled, Lenient, Match, Mixture, Rejection, Relaxed, Threshold, Typical
+from tests.helpers.toys import WRONG_VERIFIERS
 
 LARGEST = 1 - 2.0**-53
+LOSSLESS_SETTINGS: list[Verifier] = [Lenient(1.0), Mixture(0.0), Threshold()]
 RULES: list[Verifier] = [
     Rejection(),
     Block(),
@@ -20,7 +22,16 @@ RULES: list[Verifier] = [
     Typical(),
     Typical(recovery="argmax"),
     Typical(recovery="first_only"),
+    Typical(recovery="medusa"),
+    Relaxed(),
+    Relaxed(top_n=2, delta=0.1),
+    Threshold(threshold_single=0.4, threshold_acc=0.7),
+    Lenient(),
+    Mixture(draft_weight=0.3),
+    *LOSSLESS_SETTINGS,
+    *WRONG_VERIFIERS.values(),
 ]
+BY_RATIO: list[Verifier] = [Rejection(), Block(), Lenient(), Lenient(1.0), Mixture(), Mixture(0.0)]
 
 
 def tensor(values: Sequence) -> Tensor:
@@ -71,6 +82,8 @@ def laws_of(rule: Verifier, draft: Tensor) -> list[DraftLaw]:
 
 def target_token(rule: Verifier, rows: Tensor, uniforms: Uniforms, position: int) -> Tensor:
     """What the rule draws from the target rows [B, V] at a position when nothing is drafted there."""
+    if isinstance(rule, Relaxed) or rule in (Typical(recovery="medusa"), WRONG_VERIFIERS["bonus_by_argmax"]):
+        return rows.argmax(-1)
     if rule == Coupled():
         assert uniforms.shared is not None
         return gumbel_max(rows, uniforms.shared[:, position])
@@ -79,12 +92,25 @@ def target_token(rule: Verifier, rows: Tensor, uniforms: Uniforms, position: int
 
 def test_laws_and_losslessness_are_class_attributes() -> None:
     for rule in RULES:
-        needs_the_law = isinstance(rule, Rejection | Block)
-        assert rule.laws == type(rule).laws == (PointMass, Dense, TopM, *(() if needs_the_law else (SharedNoise,)))
+        if rule in WRONG_VERIFIERS.values():
+            assert not rule.is_lossless
+            assert getattr(rule, "is_negative_control")  # noqa: B009
+            continue
+        assert not hasattr(rule, "is_negative_control")
+        assert rule.laws is vars(type(rule))["laws"]
+        assert rule.laws == (PointMass, Dense, TopM, *(() if rule.keeps_law else (SharedNoise,)))
     assert all(rule.is_lossless for rule in (Rejection, Block, Match, Coupled))
     assert not Typical.is_lossless
+    assert not Relaxed.is_lossless
+    assert {type(rule) for rule in RULES if rule.keeps_law} >= {Rejection, Block, Lenient, Mixture}
     assert Rejection() == Rejection()
     assert Typical() == Typical(epsilon=0.09, delta=0.3, recovery="sample")
+
+
+def test_losslessness_depends_on_the_setting() -> None:
+    assert all(rule.is_lossless for rule in LOSSLESS_SETTINGS)
+    for rule in (Lenient(0.999), Mixture(0.001), Threshold(0.999, 1.0), Threshold(1.0, 0.999)):
+        assert not rule.is_lossless
 
 
 # Rejection
@@ -109,7 +135,11 @@ def test_rejection_of_a_point_mass_accepts_below_p_and_recovers_from_the_rest() 
 
 
 @pytest.mark.parametrize("draft_rows", [None, [[0.0, 1.0]], [[0.5, 0.5]]])
-@pytest.mark.parametrize("rule", [Rejection(), Block(), Match(), Coupled()], ids=repr)
+@pytest.mark.parametrize(
+    "rule",
+    [Rejection(), Block(), Match(), Coupled(), *LOSSLESS_SETTINGS, Lenient(), Threshold(0.1, 0.1), Relaxed(delta=1.0)],
+    ids=repr,
+)
 def test_the_uniform_zero_does_not_accept_a_token_the_target_excludes(
     rule: Verifier, draft_rows: list[list[float]] | None
 ) -> None:
@@ -136,7 +166,7 @@ def test_a_token_cut_by_min_p_is_always_rejected() -> None:
             assert judge_one(rule, p, [2], accept=[accept]).num_accepted.tolist() == [0]
 
 
-@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=repr)
+@pytest.mark.parametrize("rule", [Rejection(), Block(), Lenient(1.0), Mixture(0.0)], ids=repr)
 def test_an_empty_residual_draws_from_the_target(rule: Verifier) -> None:
     verdict = judge_one(rule, [[0.5, 0.5]] * 2, [0], [[0.5005, 0.5]], accept=[0.9995], emit=[0.75, 0.5])
     assert verdict.emitted.tolist() == [[1, PAD]]
@@ -147,7 +177,7 @@ def test_an_empty_residual_draws_from_the_target(rule: Verifier) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1e-3, 0.7, 1.0, 2.0])
 @pytest.mark.parametrize("num_drafts", [1, 2, 5, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=repr)
+@pytest.mark.parametrize("rule", BY_RATIO, ids=repr)
 def test_a_model_that_drafts_for_itself_is_always_accepted(
     temperature: float, num_drafts: int, dtype: torch.dtype, rule: Verifier
 ) -> None:
@@ -195,7 +225,7 @@ def test_judged_alone_goes_on_behind_a_rejection() -> None:
 
 
 @pytest.mark.parametrize("drafts", [[1], [3], [PAD]])
-@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=repr)
+@pytest.mark.parametrize("rule", BY_RATIO, ids=repr)
 def test_a_draft_its_own_law_excludes_is_a_broken_contract(rule: Verifier, drafts: list[int]) -> None:
     with pytest.raises(ContractError, match="probability 0"):
         judge_one(rule, [[0.5, 0.3, 0.2]] * 2, drafts, [[0.5, 0.0, 0.5]])
@@ -210,7 +240,7 @@ def test_padding_inside_a_point_mass_proposal_is_a_broken_contract() -> None:
         judge_one(Rejection(), [[0.5, 0.5]] * 2, [PAD])
 
 
-@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=repr)
+@pytest.mark.parametrize("rule", BY_RATIO, ids=repr)
 def test_a_rule_refuses_a_law_it_does_not_know(rule: Verifier) -> None:
     class Foreign:
         pass
@@ -224,7 +254,7 @@ def test_a_rule_refuses_a_law_it_does_not_know(rule: Verifier) -> None:
 
 def test_the_larger_vocabulary_may_be_on_either_side() -> None:
     p, q = [0.4, 0.3, 0.2, 0.1], [0.5, 0.3, 0.2]
-    for rule in (Rejection(), Block()):
+    for rule in (Rejection(), Block(), Lenient(1.0), Mixture(0.0)):
         verdict = judge_one(rule, [p, p], [0], [q], accept=[0.81], emit=[0.3, 0.5])
         assert verdict.emitted.tolist() == [[3, PAD]]
         verdict = judge_one(rule, [q, q], [3], [p], accept=[0.0], emit=[0.3, 0.5])
@@ -334,6 +364,7 @@ LIKELY, UNLIKELY = [0.9, 0.02, 0.08], [0.02, 0.08, 0.9]
         ("sample", [1, PAD, PAD, PAD], [0, 1, PAD, PAD], [0, 0, 0, 1]),
         ("argmax", [2, PAD, PAD, PAD], [0, 2, PAD, PAD], [0, 0, 0, 1]),
         ("first_only", [1, PAD, PAD, PAD], [0, PAD, PAD, PAD], [0, 0, 0, 1]),
+        ("medusa", [2, PAD, PAD, PAD], [0, 2, PAD, PAD], [0, 0, 0, 2]),
     ],
 )
 def test_recovery(recovery: str, at_once: list[int], later: list[int], bonus: list[int]) -> None:
@@ -363,6 +394,119 @@ def test_recovery(recovery: str, at_once: list[int], later: list[int], bonus: li
 def test_typical_refuses_bad_parameters(arguments: dict) -> None:
     with pytest.raises(UsageError, match=next(iter(arguments))):
         Typical(**arguments)
+
+
+# Relaxed
+
+
+def test_relaxed_accepts_what_is_near_the_top_and_emits_argmaxes() -> None:
+    p = [0.1, 0.4, 0.3, 0.2]
+    for top_n, delta, accepted in [
+        (1, 1.0, [1]),
+        (2, 1.0, [1, 2]),
+        (3, 0.1, [1, 2]),
+        (3, 0.2, [1, 2, 3]),
+        (4, 0.0, [1]),
+    ]:
+        passing = [x for x in range(4) if judge_one(Relaxed(top_n, delta), [p, p], [x]).num_accepted.item()]
+        assert passing == accepted
+    for emit in (0.0, LARGEST):
+        verdict = judge_one(Relaxed(2, 1.0), [p] * 3, [2, 0], emit=[emit] * 3)
+        assert verdict.emitted.tolist() == [[2, 1, PAD]]
+        assert judge_one(Relaxed(2, 1.0), [p] * 3, [2, 1], emit=[emit] * 3).emitted.tolist() == [[2, 1, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_relaxed_takes_the_lowest_ids_of_equals_and_a_tolerance_at_the_threshold(dtype: torch.dtype) -> None:
+    uniforms = Uniforms(tensor([[0.5]]), tensor([[0.5, 0.5]]))
+
+    def passing(rule: Verifier, row: list[float]) -> list[int]:
+        rows = torch.tensor([[row, row]], dtype=dtype)
+        proposals = (Proposal(torch.tensor([[x]]), torch.tensor([1]), PointMass()) for x in range(len(row)))
+        return [x for x, made in enumerate(proposals) if rule.verify(rows, made, uniforms).num_accepted.item()]
+
+    assert passing(Relaxed(2, 1.0), [0.25] * 4) == [0, 1]
+    assert passing(Relaxed(2, 0.0), [0.2, 0.4, 0.4]) == [1, 2]
+    assert passing(Relaxed(3, 0.3), [0.6, 0.3, 0.1]) == [0, 1]  # .6 - .3 is above .3 in floating point
+    assert passing(Relaxed(3, 0.29), [0.6, 0.3, 0.1]) == [0]
+
+
+def test_relaxed_at_temperature_zero_is_exact_match() -> None:
+    certain = [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+    for drafts, emitted in [([1, 0], [1, 0, 2]), ([1, 2], [1, 0, PAD]), ([0, 0], [1, PAD, PAD])]:
+        assert judge_one(Relaxed(3, 1.0), certain, drafts).emitted.tolist() == [emitted]
+
+
+# Threshold
+
+
+def test_threshold_accepts_by_either_setting_and_recovers_without_the_draft() -> None:
+    p = [0.5, 0.3, 0.2]
+    for draft_rows in (None, [[0.2, 0.3, 0.5]]):
+        assert judge_one(Threshold(1.0, 0.8), [p, p], [1], draft_rows, [0.374]).num_accepted.tolist() == [1]
+        assert judge_one(Threshold(1.0, 0.8), [p, p], [1], draft_rows, [0.376]).num_accepted.tolist() == [0]
+        assert judge_one(Threshold(0.3, 0.8), [p, p], [1], draft_rows, [LARGEST]).num_accepted.tolist() == [1]
+        for emit, token in [(0.0, 0), (0.714, 0), (0.715, 2), (LARGEST, 2)]:
+            verdict = judge_one(Threshold(1.0, 0.8), [p, p], [1], draft_rows, [0.376], [emit, 0.5])
+            assert verdict.emitted.tolist() == [[token, PAD]]
+
+
+def test_threshold_falls_back_to_the_target_where_nothing_is_left() -> None:
+    verdict = judge_one(Threshold(), [[1.0 - 1e-9, 0.0]] * 2, [0], accept=[LARGEST], emit=[0.75, 0.5])
+    assert verdict.emitted.tolist() == [[0, PAD]]
+
+
+# Lenient and mixture
+
+
+def test_lenient_accepts_below_the_widened_ratio() -> None:
+    p, q = [0.5, 0.3, 0.2], [0.2, 0.3, 0.5]
+    for accept, accepted in [(0.799, 1), (0.801, 0)]:  # .2 / (.5 * .5)
+        verdict = judge_one(Lenient(0.5), [p, p], [2], [q], [accept], emit=[LARGEST, 0.0])
+        assert verdict.num_accepted.tolist() == [accepted]
+    assert verdict.emitted.tolist() == [[0, PAD]]
+    assert judge_one(Lenient(0.5), [p, p], [2], None, [0.399]).num_accepted.tolist() == [1]
+    assert judge_one(Lenient(0.5), [p, p], [2], None, [0.401]).num_accepted.tolist() == [0]
+
+
+def test_a_mixture_accepts_below_its_ratio_and_also_what_only_the_draft_has() -> None:
+    p, q = [0.5, 0.3, 0.2], [0.2, 0.3, 0.5]
+    for accept, accepted in [(0.699, 1), (0.701, 0)]:  # (.5 * .2 + .5 * .5) / .5
+        verdict = judge_one(Mixture(0.5), [p, p], [2], [q], [accept], emit=[LARGEST, 0.0])
+        assert verdict.num_accepted.tolist() == [accepted]
+    assert verdict.emitted.tolist() == [[0, PAD]]
+    for draft_rows in (None, [[0.0, 1.0]]):
+        for accept, emitted in [(0.299, [1, 0]), (0.301, [0, PAD])]:
+            verdict = judge_one(Mixture(0.3), [[1.0, 0.0]] * 2, [1], draft_rows, [accept])
+            assert verdict.emitted.tolist() == [emitted]
+    assert judge_one(Mixture(1.0), [p, p], [2], [q], [LARGEST]).num_accepted.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (Relaxed, {"top_n": 0}),
+        (Relaxed, {"top_n": 2.0}),
+        (Relaxed, {"top_n": True}),
+        (Relaxed, {"delta": -0.1}),
+        (Relaxed, {"delta": 1.1}),
+        (Relaxed, {"delta": float("nan")}),
+        (Threshold, {"threshold_single": 0.0}),
+        (Threshold, {"threshold_single": 1.1}),
+        (Threshold, {"threshold_acc": 0.0}),
+        (Threshold, {"threshold_acc": float("nan")}),
+        (Lenient, {"lenience": 0.0}),
+        (Lenient, {"lenience": 1.5}),
+        (Lenient, {"lenience": float("nan")}),
+        (Mixture, {"draft_weight": -0.1}),
+        (Mixture, {"draft_weight": 1.1}),
+        (Mixture, {"draft_weight": float("nan")}),
+    ],
+)
+def test_lossy_rules_refuse_bad_parameters(make: type, arguments: dict) -> None:
+    ((name, value),) = arguments.items()
+    with pytest.raises(UsageError, match=rf"verifier\.{name}: expected .*, got {value!r}"):
+        make(**arguments)
 
 
 # Every rule
