@@ -78,7 +78,7 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
     cases = _cases(base.get("cases"))
     if base.get("pairs") is not None:
         if cases or any(axis.split(".")[0] in PAIRED for axis in axes):
-            raise UsageError("pairs: they vary drafter and verifier themselves; expected no cases, no grid of those")
+            raise UsageError("pairs: they vary drafter and verifier themselves, so without cases or a grid of these")
         cases = _pair_cases(base["pairs"], overrides, compose_once)
     varied = list(dict.fromkeys([*axes, *(_axis_of(key) for case in cases for key in case)]))
     _refuse_conflicts(axes, cases, varied, overrides)
@@ -148,6 +148,8 @@ def _pair_cases(
         UsageError: settings of what is no option, an option that its settings do not suffice for, or no pair that fits.
     """
     fixed = {override.split("=")[0].lstrip("+") for override in overrides}
+    if fixed.issuperset(PAIRED):
+        return []
     made: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}  # per group: a case's part, and what it composes
     settings: dict[Any, Any] = pairs if isinstance(pairs, dict) else {None: {}}
     for group in settings:
@@ -174,7 +176,7 @@ def _pair_cases(
     ]
     if not cases:
         raise UsageError("pairs: expected a verifier that can judge the drafter's proposals, none of them fits")
-    return [case for case in cases if case]
+    return cases
 
 
 def option_names(group: str) -> list[str]:

@@ -144,7 +144,7 @@ def _steps(
     size = len(boxes)
     seeds, keys = torch.full((size,), request.seed), torch.full((size,), request_key(request.id))
     sampling = _repeated(_sampling(target, request), size)
-    target_state = target.prefill([request.prompt[:-1]] * size)
+    target_state = target.select(target.prefill([request.prompt[:-1]]), [0] * size)
     draft_state = drafter.start([request.prompt] * size)
     last = torch.full((size, 1), request.prompt[-1])
     budget = torch.full((size,), num_draft_tokens)

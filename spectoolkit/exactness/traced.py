@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.draw import gumbel_max
@@ -80,6 +81,10 @@ class Traced:
             return _moved(func, args, kwargs)
         if name == "to" and all(arg in (torch.float64, torch.device("cpu")) for arg in (*args[1:], *kwargs.values())):
             return args[0]
+        if name == "double":
+            return args[0]
+        if name == "pad":
+            return _padded(*args, **kwargs)
         if name in ("where", "masked_fill") and len(args) == 3 and not kwargs:
             chosen, one, other = args if name == "where" else (args[1], args[2], args[0])
             lifted = [_lifted(arg, args) for arg in (one, other)]
@@ -121,6 +126,11 @@ class Traced:
     def __bool__(self) -> bool:
         raise UntraceableError("bool of a uniform: the enumeration follows comparisons of tensors only")
 
+    def __eq__(self, other: object) -> Any:
+        raise UntraceableError("equality of a uniform: the enumeration follows <, <=, > and >= only")
+
+    __hash__ = object.__hash__
+
     def __neg__(self) -> Any:
         return _times(self, -1.0)
 
@@ -142,6 +152,9 @@ class Traced:
 
     def __truediv__(self, other: Any) -> Any:
         return _over(self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _over(other, self)
 
     def __lt__(self, other: Any) -> Any:
         return _compared(torch.lt, (self, other))
@@ -225,6 +238,15 @@ def _lifted(value: Any, beside: Sequence[Any]) -> Traced:
     return type(found)(plain, torch.zeros_like(plain, dtype=torch.int64), zero, plain, found.cuts)
 
 
+def _padded(uniform: Traced, width: Sequence[int], mode: str = "constant", value: float | None = None) -> Traced:
+    """Numbers with plain ones around them."""
+    if mode != "constant":
+        raise UntraceableError(f"padding of a uniform in the mode {mode!r}: the enumeration follows constants only")
+    source, scale = pad(uniform.source, list(width)), pad(uniform.scale, list(width))
+    numbers, shift = (pad(part, list(width), value=value or 0.0) for part in (uniform.numbers, uniform.shift))
+    return type(uniform)(numbers, source, scale, shift, uniform.cuts)
+
+
 def _constant(value: Any) -> Any:
     """The plain value of a tensor that no uniform changes.
 
@@ -266,6 +288,8 @@ def _minus(one: Any, other: Any) -> Traced:
 
 def _over(one: Any, other: Any) -> Traced:
     plain = _constant(other)
+    if not isinstance(one, Traced):
+        raise UntraceableError("division by a uniform: the enumeration follows scaling and shifting only")
     return _built(one, one.numbers / plain, one.scale / plain, one.shift / plain)
 
 

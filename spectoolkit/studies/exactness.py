@@ -50,8 +50,8 @@ def check(
     """Refuse what the test could not judge.
 
     Raises:
-        UsageError: probabilities outside (0, 1), no cells, or (unless `quick`) replayed cells and a target whose
-            rounding depends on the shape of a forward pass and would show.
+        UsageError: probabilities outside (0, 1), no cells, or (unless `quick`) replayed cells, stop strings, or a
+            target whose rounding depends on the shape of a forward pass and would show.
     """
     for name, value in (("false_alarm", false_alarm), ("power", power)):
         if not 0 < value < 1:
@@ -61,6 +61,8 @@ def check(
     for cell in [] if quick else cells:
         if cell.engine != "live":
             raise UsageError(f"exactness: expected engine=live, since outputs have to be decoded, got {cell.engine}")
+        if cell.settings["stop_strings"]:
+            raise UsageError("exactness: expected no stop_strings, since the target's law of a text is not computed")
         if cell.settings.get("target.dtype") in ROUNDED:
             raise UsageError(
                 "exactness: expected a target in float32 or float64, as rounding to fewer digits depends on the shape "
