@@ -197,10 +197,9 @@ def distance(target: LanguageModel, request: Request, blocks: dict[tuple[int, ..
 
         sum over sequences x of |sum over blocks e that begin x of P(e) p(x | e)  -  p(x)| / 2
 
-    x has the length of the request's output. Both laws are compared block by block, since beyond a block they agree.
+    x has the length of the request's output, which no block exceeds. Probability that the blocks lack counts too.
     """
-    length, size = request.max_new_tokens, target.vocab_size
-    law = sequence_law(target, request, length)
+    law = sequence_law(target, request, request.max_new_tokens)
     emitted = torch.zeros_like(law)
     for tokens, mass in blocks.items():
         behind = law[tokens]
@@ -208,7 +207,6 @@ def distance(target: LanguageModel, request: Request, blocks: dict[tuple[int, ..
         # What the target cannot emit goes on in any way: it is wrong as a whole.
         emitted[tokens] += mass * (behind / total if total > 0 else torch.ones_like(behind) / behind.numel())
     missing = abs(1.0 - sum(blocks.values()))
-    assert law.shape == (size,) * length
     return max(float((emitted - law).abs().sum()) / 2, missing)
 
 

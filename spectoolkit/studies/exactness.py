@@ -232,7 +232,7 @@ def _notes(
         "*TV* is the total variation between the emitted and the target's law on random toys, after one step and after "
         "two: every box of uniforms on which the drafter's and the verifier's own code branches alike is integrated. "
         "Noise over the vocabulary that drafter and verifier share is enumerated for two tokens. "
-        + "; ".join(f"{how}: {count} pairs" for how, count in ways.items()) + "."
+        + "; ".join(f"{how}: {count} of {len(findings)}" for how, count in ways.items()) + "."
     ]  # fmt: skip
     if sampled and sampled[0] is not None:
         notes.append(
