@@ -28,7 +28,7 @@ from spectoolkit.replay import check_replayable
 from spectoolkit.study import Cell, Experiment
 
 GROUPS = ("target", "draft_model", "drafter", "verifier", "sampling", "prompts")
-NOT_OF_A_CELL = ("name", "folder", "grid", "cases", "study")
+NOT_OF_A_CELL = ("name", "folder", "grid", "cases", "pairs", "study")
 NO_EFFECT_ON_NUMBERS = ("target.cache_dir",)
 ENGINES = ("live", "replay", "auto")
 OF_THE_TEXT = ("max_new_tokens", "samples_per_prompt", "seed", "ignore_eos", "stop_strings")
@@ -205,7 +205,22 @@ def make_cell(config: Mapping[str, Any], choices: Mapping[str, str], loaders: Lo
             batch_size=config["batch_size"],
         )
 
-    return Cell(settings, identity, text_identity, len(prompts) * config["samples_per_prompt"], build)
+    def pair_on(draft_model: LanguageModel | None, vocab_size: int) -> tuple[Drafter, Verifier]:
+        return _drafter(groups["drafter"], draft_model, vocab_size), call(groups["verifier"])
+
+    return Cell(settings, identity, text_identity, len(prompts) * config["samples_per_prompt"], build, pair_on)
+
+
+def fits(drafter_node: Mapping[str, Any], verifier_node: Mapping[str, Any]) -> bool:
+    """Whether the verifier can judge what the drafter proposes.
+
+    Raises:
+        UsageError: one of them cannot be made with its settings.
+    """
+    check_signature("drafter", drafter_node, provided=("draft_model", "vocab_size"))
+    check_signature("verifier", verifier_node)
+    drafter, verifier = _drafter(drafter_node, None, 0), call(verifier_node)
+    return set(drafter.laws) <= set(verifier.laws)
 
 
 def _sampling_params(settings: Mapping[str, Any]) -> SamplingParams:

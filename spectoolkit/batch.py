@@ -63,14 +63,12 @@ class Batch:
     def draft_noise(self) -> DraftNoise:
         """Noise of K positions, K the largest draft budget of the batch."""
         width = min(self._num_draft_tokens, max(row.remaining for row in self.rows) - 1)
-        return DraftNoise(self._noise(width, Role.DRAFT), self._shared_noise(width))
+        return draft_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width)
 
     def verify_noise(self, proposal: Proposal) -> Uniforms:
         """The noise that judges `proposal`."""
         width = proposal.tokens.shape[1]
-        return Uniforms(
-            self._noise(width, Role.ACCEPT), self._noise(width + 1, Role.EMIT), self._shared_noise(width + 1)
-        )
+        return verify_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width)
 
     def commit(self, proposal: Proposal, verdict: Verdict, keeps_law: bool) -> Tensor:
         """Take over a verdict: cut every block where its request ends, and record the step.
@@ -155,11 +153,21 @@ class Batch:
         budget = [min(self._num_draft_tokens, row.remaining - 1) for row in self.rows]
         return torch.tensor(budget, device=self._target.device)
 
-    def _noise(self, num_positions: int, role: Role) -> Tensor:
-        return uniforms(self._seeds, self._request_keys, self.sampling.num_tokens, num_positions, role)
 
-    def _shared_noise(self, num_positions: int) -> Tensor:
-        return position_keys(self._seeds, self._request_keys, self.sampling.num_tokens, num_positions)
+def draft_noise(seeds: Tensor, request_keys: Tensor, starts: Tensor, num_draft_tokens: int) -> DraftNoise:
+    """The noise of a proposal of K tokens per row, for steps that begin at the positions `starts` [B]."""
+    key = (seeds, request_keys, starts)
+    return DraftNoise(uniforms(*key, num_draft_tokens, Role.DRAFT), position_keys(*key, num_draft_tokens))
+
+
+def verify_noise(seeds: Tensor, request_keys: Tensor, starts: Tensor, num_draft_tokens: int) -> Uniforms:
+    """The noise that judges a proposal of K tokens per row, for steps that begin at the positions `starts` [B]."""
+    key = (seeds, request_keys, starts)
+    return Uniforms(
+        uniforms(*key, num_draft_tokens, Role.ACCEPT),
+        uniforms(*key, num_draft_tokens + 1, Role.EMIT),
+        position_keys(*key, num_draft_tokens + 1),
+    )
 
 
 def cut(

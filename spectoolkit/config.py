@@ -27,6 +27,7 @@ from spectoolkit.errors import UsageError
 from spectoolkit.report.cells import check_shared
 from spectoolkit.study import Cell, Store
 
+PAIRED = ("drafter", "verifier")
 PROVIDED_TO_STUDIES = ("cells", "store", "axes", "config")
 MOST_CHECKED = 64
 """Points of a multirun that are composed beforehand, to find mistakes early."""
@@ -75,6 +76,10 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
     base = _resolved(compose_once(tuple(overrides))[0], {})
     axes = _axes(base.get("grid"))
     cases = _cases(base.get("cases"))
+    if base.get("pairs") is not None:
+        if cases or any(axis.split(".")[0] in PAIRED for axis in axes):
+            raise UsageError("pairs: they vary drafter and verifier themselves, so without cases or a grid of these")
+        cases = _pair_cases(base["pairs"], overrides, compose_once)
     varied = list(dict.fromkeys([*axes, *(_axis_of(key) for case in cases for key in case)]))
     _refuse_conflicts(axes, cases, varied, overrides)
     errors, loaders = Errors(), Loaders()
@@ -84,7 +89,7 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
         options = tuple(f"{key}={value}" for key, value in point.items() if key in GROUPS)
         settings = {key: value for key, value in point.items() if key not in GROUPS}
         with errors.collecting:
-            config, choices = compose_once((*overrides, *options))
+            config, choices = _with_options(compose_once, tuple(overrides), options)
             made.append(make_cell(_resolved(config, settings), choices, loaders, errors))
     cells = tuple(cell for cell in made if cell is not None)
     with errors.collecting:
@@ -108,6 +113,76 @@ def _check_study(study: Mapping[str, Any], cells: Sequence[Cell], axes: Sequence
     check = getattr(module, "check", None)
     if check is not None:
         check(cells, axes, **{key: value for key, value in study.items() if key != "_target_"})
+
+
+def _with_options(
+    compose_once: Callable[[tuple[str, ...]], tuple[DictConfig, dict[str, str]]],
+    overrides: tuple[str, ...],
+    options: Sequence[str],
+) -> tuple[DictConfig, dict[str, str]]:
+    """The config with these options of different groups; every option is composed once, however many it meets."""
+    if len(options) < 2:
+        return compose_once((*overrides, *options))
+    config, choices = compose_once((*overrides, options[0]))
+    config, choices = copy.deepcopy(config), dict(choices)
+    for option in options[1:]:
+        group = option.split("=")[0]
+        other, chosen = compose_once((*overrides, option))
+        with open_dict(config):
+            config[group] = copy.deepcopy(other[group])
+        choices[group] = chosen[group]
+    return config, choices
+
+
+def _pair_cases(
+    pairs: Any,
+    overrides: Sequence[str],
+    compose_once: Callable[[tuple[str, ...]], tuple[DictConfig, dict[str, str]]],
+) -> list[dict[str, Any]]:
+    """A case for every drafter and verifier of the config groups whose laws fit.
+
+    A group that the command line chooses an option of stays at it. `pairs` holds settings of options: {drafter: {top_m:
+    {keep: 2}}}.
+
+    Raises:
+        UsageError: settings of what is no option, an option that its settings do not suffice for, or no pair that fits.
+    """
+    fixed = {override.split("=")[0].lstrip("+") for override in overrides}
+    if fixed.issuperset(PAIRED):
+        return []
+    made: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}  # per group: a case's part, and what it composes
+    settings: dict[Any, Any] = pairs if isinstance(pairs, dict) else {None: {}}
+    for group in settings:
+        if group not in PAIRED or not all(isinstance(values, dict) for values in (settings[group] or {}).values()):
+            raise UsageError(f"pairs: expected settings of options of {' and '.join(PAIRED)}, got {pairs!r}")
+    for group in PAIRED:
+        given = settings.get(group) or {}
+        names = option_names(group)
+        if unknown := sorted(given.keys() - set(names)):
+            raise UsageError(f"pairs.{group}: expected options among {', '.join(names)}, got {', '.join(unknown)}")
+        parts = [
+            {group: name, **{f"{group}.{key}": value for key, value in given.get(name, {}).items()}} for name in names
+        ]
+        made[group] = []
+        for part in [{}] if group in fixed else parts:
+            options = [f"{group}={part[group]}"] if part else []
+            config, _ = compose_once((*overrides, *options))
+            varied = {key: value for key, value in part.items() if key != group}
+            made[group].append((part, dict(_resolved(config, varied).get(group) or {})))
+    cases = [
+        {**one, **other}
+        for (one, drafter), (other, verifier) in itertools.product(made["drafter"], made["verifier"])
+        if assembly.fits(drafter, verifier)
+    ]
+    if not cases:
+        raise UsageError("pairs: expected a verifier that can judge the drafter's proposals, none of them fits")
+    return cases
+
+
+def option_names(group: str) -> list[str]:
+    """The options of a config group, those in folders below it ("folder/name") included."""
+    folder = config_folder() / group
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -182,7 +257,7 @@ def _axes(grid: Any) -> dict[str, list[Any]]:
         raise UsageError(f"grid: expected a mapping written like the settings that it varies, got {grid!r}")
     axes = dict(_lists_in(grid or {}))
     for key in axes:
-        if key.split(".")[0] in ("name", "folder", "grid", "cases", "study"):
+        if key.split(".")[0] in assembly.NOT_OF_A_CELL:
             raise UsageError(f"grid.{key}: a grid varies the settings of cells, and {key} belongs to the whole study")
     return axes
 

@@ -190,7 +190,8 @@ class Verifier(Protocol):
     """Decides how much of a proposal becomes output. Pure: same arguments, same verdict.
 
     A lossless rule may also have `given_output(law) -> functional.conditional.GivenOutput`; then it can be replayed. So
-    may a lossy one whose property `is_exact_when_greedy` is True, at temperature 0.
+    may a lossy one whose property `is_exact_when_greedy` is True, at temperature 0. A rule that is wrong on purpose,
+    for audits to catch, says `is_negative_control = True`; so does such a drafter.
 
     Attributes:
         laws: the draft laws it can judge.

@@ -59,6 +59,7 @@ class Cell:
         identity: the part of the settings that can change its numbers; its hash names the files.
         text_identity: the part of the settings that the law of an output of the target depends on.
         build: loads models and prompts; called only when the cell is not on disk.
+        pair_on: (draft model, vocabulary size) -> its drafter with that draft model, and its verifier; loads nothing.
     """
 
     settings: Mapping[str, Any]
@@ -66,6 +67,7 @@ class Cell:
     text_identity: Mapping[str, Any]
     num_requests: int
     build: Callable[[], Experiment]
+    pair_on: Callable[[LanguageModel | None, int], tuple[Drafter, Verifier]]
 
     @property
     def fingerprint(self) -> str:
@@ -167,7 +169,7 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError):
             return  # no study yet, or one whose manifest cannot be read and is written anew
         now = json.loads(json.dumps(config, default=str))
-        free = ("grid", "cases", "folder", "study")
+        free = ("grid", "cases", "pairs", "folder", "study")
         differing = sorted(k for k in before.keys() | now.keys() if k not in free and before.get(k) != now.get(k))
         if differing:
             raise UsageError(

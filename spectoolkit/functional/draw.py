@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from spectoolkit.functional.noise import exponentials
 
@@ -47,8 +48,11 @@ def gumbel_max(probs: Tensor, keys: Tensor) -> Tensor:
         id = argmax_x (log p(x) + G_x) = argmax_x p(x) / E_x,   E = exp(-G) standard exponentials
 
     Two rows with the same key give the same id with probability `acceptance.coupled_overlap`, more the closer they are.
-    `probs` are weights >= 0; the id always has positive weight, and is the only such one of a one-hot row.
+    `probs` are weights >= 0; the id always has positive weight, and is the only such one of a one-hot row. Keys that
+    are no tensors may say themselves how they are drawn with (`torch.overrides`); `exactness` integrates over them so.
     """
+    if has_torch_function_unary(keys):
+        return handle_torch_function(gumbel_max, (keys,), probs, keys)
     vocab_size = probs.shape[-1]
     rows, row_keys = probs.reshape(-1, vocab_size), keys.reshape(-1)
     num_rows = max(1, _NUM_TOGETHER.get(probs.device.type, 1 << 26) // vocab_size)

@@ -82,11 +82,9 @@ class TabularModel:
     def prefill(self, prefixes: Sequence[Sequence[int]]) -> TabularState:
         """State with `prefixes` cached, one row each. A prefix may be empty."""
         lengths = torch.tensor([len(prefix) for prefix in prefixes], dtype=torch.long, device=self.device)
-        tokens = torch.zeros(
-            len(prefixes), self.order + max(map(len, prefixes), default=0), dtype=torch.long, device=self.device
-        )
-        for row, prefix in enumerate(prefixes):
-            tokens[row, self.order : self.order + len(prefix)] = torch.as_tensor(prefix, dtype=torch.long)
+        width = max(map(len, prefixes), default=0)
+        padded = [[*[0] * self.order, *prefix, *[0] * (width - len(prefix))] for prefix in prefixes]
+        tokens = torch.tensor(padded, dtype=torch.long, device=self.device).reshape(len(prefixes), self.order + width)
         return TabularState(tokens, lengths)
 
     def score(self, state: TabularState, tokens: Tensor) -> tuple[Tensor, TabularState]:

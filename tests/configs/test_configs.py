@@ -25,6 +25,7 @@ NEEDS = {
 STUDIES_OF_REAL_MODELS = {"layer_skip_search", "engine_benchmark", "train_draft_head"}
 BENCHMARKS = {"replay_benchmark"}  # measure every time
 TESTED_ELSEWHERE = {"speed"}  # measures every time, too
+FEW = {"exactness": ["samples_per_prompt=300", "drafter=same_temperature"]}  # less of what a study has much of
 
 
 def options(group: str) -> list[str]:
@@ -116,7 +117,7 @@ def test_every_experiment_composes(experiment, size):
     "experiment", sorted(set(options("experiment")) - STUDIES_OF_REAL_MODELS - BENCHMARKS - TESTED_ELSEWHERE)
 )
 def test_every_experiment_runs_on_the_toy_and_its_second_run_computes_nothing(experiment, tmp_path, monkeypatch):
-    overrides = [f"experiment={experiment}", *TOY, f"folder={tmp_path}"]
+    overrides = [f"experiment={experiment}", *TOY, *FEW.get(experiment, []), f"folder={tmp_path}"]
     first = config.plan(overrides)
     first.run()
     assert (tmp_path / "manifest.json").exists()
@@ -248,6 +249,11 @@ def test_a_cell_is_known_by_what_can_change_its_numbers():
         (["experiment=temperature_sweep", "grid.drafter=[ngram]"], r"study\.baseline: expected settings of at least"),
         (["experiment=temperature_sweep", "study.panel=seed"], "study: expected x, line and panel among the axes"),
         (["experiment=replay_check", "grid.engine=[live]"], "expected every cell live and replayed"),
+        (["pairs={}"], "exactly one of ratio and constant"),
+        (["pairs=all"], "pairs: expected settings of options of drafter and verifier, got 'all'"),
+        (["pairs={drafter: {nope: {}}}"], r"pairs\.drafter: expected options among argmax.*got nope"),
+        (["pairs={}", "+grid.verifier=[block]"], "pairs: they vary drafter and verifier themselves"),
+        (["pairs={}", "drafter=coupled", "verifier=block"], "CoupledDrafter with Block"),
         (["experiment=storage", "study.lower=foo"], r"study\.lower: expected a strategy of the cells"),
     ],
 )  # fmt: skip
@@ -266,6 +272,35 @@ def test_all_errors_are_reported_at_once():
         config.plan([*overrides, "+grid.drafter=[argmax,temperature]"])
     for part in ("sampling.temperature", "num_draft_tokens", "verifier.epsilon", "ratio and constant"):
         assert str(caught.value).count(part) == 1
+
+
+def chosen(plan) -> list[tuple]:
+    return [(cell.settings["drafter.name"], cell.settings["verifier.name"]) for cell in plan.cells]
+
+
+def test_pairs_are_all_that_fit_and_a_chosen_option_stays():
+    toy = ["target=tabular", "draft_model=tabular"]
+    ratio = "pairs={drafter: {temperature: {ratio: 0.7}}}"
+    every = config.plan([*toy, ratio])
+    names = {group: config.option_names(group) for group in config.PAIRED}
+    assert all(set(options(group)) <= set(names[group]) for group in config.PAIRED)
+    assert chosen(every) == [(d, v) for d in names["drafter"] for v in names["verifier"] if fit(d, v)]
+    assert every.axes == ("drafter", "verifier")
+    assert {c.settings["drafter.ratio"] for c in every.cells if c.settings["drafter.name"] == "temperature"} == {0.7}
+    some = config.plan([*toy, ratio, "drafter=coupled"])
+    assert chosen(some) == [("coupled", v) for v in names["verifier"] if fit("coupled", v)]
+    assert some.axes == ("verifier",)
+    assert chosen(config.plan([*toy, ratio, "verifier=block", "drafter=ngram"])) == [("ngram", "block")]
+    with_others = config.plan([*toy, ratio, "verifier=match", "+grid.num_draft_tokens=[1,2]"])
+    assert len(with_others.cells) == 2 * len(names["drafter"])
+
+
+def test_options_composed_apart_are_those_composed_together():
+    plan = config.plan(["experiment=temperature_sweep", "grid.drafter=[top_m]", "grid.verifier=[typical]",
+                        "study.baseline=null", "grid.sampling.temperature=[0.5]"])  # fmt: skip
+    together = config.plan(["drafter=top_m", "verifier=typical", "sampling.temperature=0.5", "prompts.limit=80",
+                            "max_new_tokens=28", "batch_size=40"])  # fmt: skip
+    assert plan.cells[0].fingerprint == together.cells[0].fingerprint
 
 
 def test_texts_in_a_grid_stay_as_they_are():
