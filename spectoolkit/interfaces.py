@@ -192,6 +192,10 @@ class Verifier(Protocol):
     A lossless rule may also have `given_output(law) -> functional.conditional.GivenOutput`; then it can be replayed. So
     may a lossy one whose property `is_exact_when_greedy` is True, at temperature 0.
 
+    A lossy rule that tests every position alone may say which law a position emits: `emitted_probs(target_probs,
+    draft_probs)` with a draft, of rows [..., V] (q one-hot for a point mass), and `bonus_probs(target_probs)` behind a
+    whole accepted proposal where that is not the target's. Then its distance from the target can be measured.
+
     Attributes:
         laws: the draft laws it can judge.
         is_lossless: whether the emitted tokens follow the target's law exactly, for every drafter with such a law.

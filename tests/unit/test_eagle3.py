@@ -3,17 +3,9 @@
 import pytest
 import torch
 
-from spectoolkit.datatypes import Request, SamplingParams
-from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NoDrafter, TopMDrafter
-from spectoolkit.errors import UsageError
-from spectoolkit.functional.ragged import pad_rows
 from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.hf import CausalLM
-from spectoolkit.replay import Strategy, replay
-from spectoolkit.trajectories import Trajectories
-from spectoolkit.verifiers import Block, Coupled, Rejection
 from tests.helpers.tiny_models import tiny_head, tiny_model
-from tests.helpers.toys import run
 
 PROMPTS = [(5, 9, 3, 7, 2), (8, 4), (6,)]
 LAYERS = (0, 1, 3)
