@@ -251,10 +251,10 @@ def _markdown(table: pd.DataFrame, config: Mapping[str, Any]) -> str:
         f"# {config['name']}",
         "",
         f"Acceptance length (AL, K = {config['num_draft_tokens']}, decoded live) against the distance of what is "
-        "emitted from the target at the temperature asked for: mean per emitted token of the total variation (TV) and of "
-        "KL(emitted, target) in nats, computed from the rows, 95 % intervals over prompts. *Lower temperature* is the "
-        "target itself, sampled without bias at a lower temperature. *Gain* is AL less that of lower temperature at "
-        "equal KL (where that range is covered): negative means that turning the temperature down would buy more.",
+        "emitted from the target at the temperature asked for: mean per emitted token of the total variation (TV) and "
+        "of KL(emitted, target) in nats, computed from the rows, 95 % intervals over prompts. *Lower temperature* is "
+        "the target itself, sampled without bias at a lower temperature. *Gain* is AL less that of lower temperature "
+        "at equal KL (where that range is covered): negative means that turning the temperature down would buy more.",
         "",
         "| T | drafter | rule | setting | AL | TV | KL | gain |",
         "|---:|---|---|---|---|---|---|---:|",
