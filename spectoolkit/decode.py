@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from spectoolkit.batch import Batch
-from spectoolkit.datatypes import Completion, Request
+from spectoolkit.datatypes import Completion, Proposal, Request
 from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.ragged import row_lengths
 from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier
+
+Observer = Callable[[Sequence[str], Tensor, Proposal, Tensor], None]
+"""Called with request ids, target_probs [B, K+1, V], the proposal, and what was emitted [B, <= K+1], padded."""
 
 
 @torch.inference_mode()
@@ -31,11 +34,13 @@ def decode(
     *,
     num_draft_tokens: int,
     batch_size: int,
+    observe: Observer | None = None,
 ) -> Iterator[Completion]:
     """Decode `requests`, at most `batch_size` at a time; completions come in the order in which they finish.
 
     A step drafts at most K = `num_draft_tokens` tokens per row, and one less than the row may still emit. A row that
-    finishes leaves at once, the next waiting request takes its place, and nothing is computed twice.
+    finishes leaves at once, the next waiting request takes its place, and nothing is computed twice. `observe` sees
+    every step before it is over.
 
     Raises:
         UsageError: what `check_requests` refuses, before the first forward.
@@ -57,6 +62,8 @@ def decode(
         verdict = verifier.verify(target_probs, proposal, batch.verify_noise(proposal))
 
         emitted = batch.commit(proposal, verdict, verifier.keeps_law)
+        if observe is not None:
+            observe(batch.sampling.request_ids, target_probs, proposal, emitted)
         target_state = target.rollback(target_state, batch.sampling.num_tokens - 1)
         features = _features(target, drafter, target_state, row_lengths(emitted))
         draft_state = drafter.commit(draft_state, emitted, features)

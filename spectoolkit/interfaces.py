@@ -193,6 +193,10 @@ class Verifier(Protocol):
     may a lossy one whose property `is_exact_when_greedy` is True, at temperature 0. A rule that is wrong on purpose,
     for audits to catch, says `is_negative_control = True`; so does such a drafter.
 
+    A lossy rule that tests every position alone may say which law a position emits: `emitted_probs(target_probs,
+    draft_probs)` with a draft, of rows [..., V] (q one-hot for a point mass), and `bonus_probs(target_probs)` behind a
+    whole accepted proposal where that is not the target's. Then its distance from the target can be measured.
+
     Attributes:
         laws: the draft laws it can judge.
         is_lossless: whether the emitted tokens follow the target's law exactly, for every drafter with such a law.

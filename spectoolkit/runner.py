@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from spectoolkit import trajectories
 from spectoolkit.datatypes import Completion
-from spectoolkit.decode import decode
+from spectoolkit.decode import Observer, decode
 from spectoolkit.drafters import ModelDrafter, NoDrafter
 from spectoolkit.errors import RunError, UsageError
 from spectoolkit.records import expected_rows
@@ -63,7 +63,7 @@ def run_live(cell: Cell, store: Store, progress: Progress) -> None:
     store.save_live(cell, completions, experiment, time.perf_counter() - begin)
 
 
-def completions_of(experiment: Experiment) -> Iterator[Completion]:
+def completions_of(experiment: Experiment, observe: Observer | None = None) -> Iterator[Completion]:
     """Decode all requests of a cell (`decode.decode`)."""
     return decode(
         experiment.target,
@@ -72,6 +72,7 @@ def completions_of(experiment: Experiment) -> Iterator[Completion]:
         experiment.requests,
         num_draft_tokens=experiment.num_draft_tokens,
         batch_size=experiment.batch_size,
+        observe=observe,
     )
 
 

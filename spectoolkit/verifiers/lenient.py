@@ -10,6 +10,7 @@ from spectoolkit.datatypes import DraftLaw, PointMass, Proposal, Uniforms, Verdi
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import is_drafted, probs_of
 from spectoolkit.functional.conditional import GivenOutput, given_match, given_rejection
+from spectoolkit.functional.emission import lenient_law
 from spectoolkit.functional.renewal import product_of_factors
 from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, residual_at
 from spectoolkit.verifiers.prefix import prefix_verdict
@@ -57,6 +58,10 @@ class Lenient:
     def given_output(self, law: type[DraftLaw]) -> GivenOutput:
         """How acceptance of drafts of `law` follows from the output (`replay`), where it is lossless or greedy."""
         return GivenOutput(given_match if law is PointMass else given_rejection, product_of_factors)
+
+    def emitted_probs(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        """The law [..., V] of the token at a position with a draft from q, of rows p and q [..., V]."""
+        return lenient_law(target_probs, draft_probs, self.lenience)
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`.

@@ -10,6 +10,7 @@ from spectoolkit.datatypes import Dense, DraftLaw, PointMass, Proposal, SharedNo
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import emitted_block, is_drafted, prefix_length, relaxed_test, take
 from spectoolkit.functional.conditional import GivenOutput, given_match
+from spectoolkit.functional.emission import argmax_law, relaxed_law
 from spectoolkit.functional.renewal import product_of_factors
 
 
@@ -55,6 +56,14 @@ class Relaxed:
     def given_output(self, law: type[DraftLaw]) -> GivenOutput:
         """How acceptance of drafts of `law` follows from a greedy output (`replay`); from no other one."""
         return GivenOutput(given_match, product_of_factors)
+
+    def emitted_probs(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        """The law [..., V] of the token at a position with a draft from q, of rows p and q [..., V]."""
+        return relaxed_law(target_probs, draft_probs, self.top_n, self.delta)
+
+    def bonus_probs(self, target_probs: Tensor) -> Tensor:
+        """The law [..., V] of the token behind a whole accepted proposal, of rows p [..., V]."""
+        return argmax_law(target_probs)
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`."""

@@ -10,6 +10,7 @@ from spectoolkit.datatypes import Dense, DraftLaw, PointMass, Proposal, SharedNo
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import is_drafted, probs_of
 from spectoolkit.functional.conditional import GivenOutput, given_match
+from spectoolkit.functional.emission import threshold_law
 from spectoolkit.functional.renewal import product_of_factors
 from spectoolkit.verifiers.draft_law import rest_without_draft
 from spectoolkit.verifiers.prefix import prefix_verdict
@@ -63,6 +64,10 @@ class Threshold:
     def given_output(self, law: type[DraftLaw]) -> GivenOutput:
         """How acceptance of drafts of `law` follows from the output (`replay`), where it is lossless or greedy."""
         return GivenOutput(given_match, product_of_factors)
+
+    def emitted_probs(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        """The law [..., V] of the token at a position with a draft from q, of rows p and q [..., V]."""
+        return threshold_law(target_probs, draft_probs, self.threshold_single, self.threshold_acc)
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`."""

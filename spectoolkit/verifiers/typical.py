@@ -22,6 +22,7 @@ from spectoolkit.functional.acceptance import (
 )
 from spectoolkit.functional.conditional import GivenOutput, given_match
 from spectoolkit.functional.draw import draw
+from spectoolkit.functional.emission import argmax_law, typical_law
 from spectoolkit.functional.renewal import product_of_factors
 
 Recovery = Literal["sample", "argmax", "first_only", "medusa"]
@@ -82,6 +83,14 @@ class Typical:
     def given_output(self, law: type[DraftLaw]) -> GivenOutput:
         """How acceptance of drafts of `law` follows from a greedy output (`replay`); from no other one."""
         return GivenOutput(given_match, product_of_factors)
+
+    def emitted_probs(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        """The law [..., V] of the token at a position with a draft from q, of rows p and q [..., V]."""
+        return typical_law(target_probs, draft_probs, self.epsilon, self.delta, self.recovery in ("argmax", "medusa"))
+
+    def bonus_probs(self, target_probs: Tensor) -> Tensor:
+        """The law [..., V] of the token behind a whole accepted proposal, of rows p [..., V]."""
+        return argmax_law(target_probs) if self.recovery == "medusa" else target_probs
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`."""

@@ -255,3 +255,17 @@ def test_leniency_bounds_how_probable_a_token_becomes(seed: int) -> None:
         rule = Lenient(lenience)
         out = emission(target, draft, draft, rule, cuts_of(rule), EVERY_WEIGHT).law.sum(-1)
         assert (out <= target[0] / lenience + EXACT).all()
+
+
+@CASES
+def test_the_rule_says_the_law_of_its_rows(rule, law, bonus):
+    """`emitted_probs` and `bonus_probs`, of sampled drafts and of point masses, against the laws proven above."""
+    generator = torch.Generator().manual_seed(3)
+    target = torch.softmax(3 * torch.randn(40, 4, dtype=torch.float64, generator=generator), -1)
+    draft = torch.softmax(3 * torch.randn(40, 4, dtype=torch.float64, generator=generator), -1)
+    certain = one_hot(draft.argmax(-1), 4).double()
+    for q in (draft, certain):
+        expected = torch.stack([law(*pair) for pair in zip(target, q, strict=True)])
+        torch.testing.assert_close(rule.emitted_probs(target, q), expected, rtol=1e-12, atol=1e-12)
+    behind = getattr(rule, "bonus_probs", lambda p: p)(target)
+    torch.testing.assert_close(behind, torch.stack([bonus(p) for p in target]))
