@@ -8,6 +8,7 @@ import torch
 from spectoolkit.datatypes import Dense, Proposal, Request, SamplingParams, Uniforms
 from spectoolkit.drafters import ModelDrafter, NoDrafter
 from spectoolkit.errors import InvalidLogitsError
+from spectoolkit.functional.warp import warp
 from spectoolkit.models.tabular import TabularModel
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Match, Rejection
@@ -66,9 +67,11 @@ def test_12_a_row_of_nan_is_an_error_and_no_token(side):
 
 
 def test_13_half_precision_logits_are_not_half_precision_probabilities():
-    found = probs([0.0, -20.0], torch.float16)
-    assert found.dtype == torch.float32
-    assert found[1].item() == pytest.approx(2.06e-9, rel=2e-3)
+    half = torch.tensor([[[0.0, -20.0]]], dtype=torch.float16)
+    warped = warp(half, torch.ones(1, dtype=torch.float64), None, None, None)[0, 0]
+    for found in (warped, probs([0.0, -20.0], torch.float16)):
+        assert found.dtype == torch.float32
+        assert found[1].item() == pytest.approx(2.06e-9, rel=2e-3)
     assert found.half().tolist() == [1, 0]  # what a softmax in half precision would have left
 
 

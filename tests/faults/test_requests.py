@@ -100,20 +100,23 @@ def test_19_drafts_follow_their_requests_and_not_their_places():
         noise = DraftNoise(torch.full((size, width), 0.5, dtype=torch.float64))
         return drafter.propose(state, sampling, torch.full((size,), width), noise)[0]
 
+    def named(prompts):
+        size = len(prompts)
+        return SamplingState.of(list("abc")[:size], [SamplingParams()] * size, prompts, [()] * size, 6)
+
     prompts = [(2, 1, 2), (5,), (3, 3)]
     for drafter in (NGramDrafter(1, 1), SuffixDrafter(max_spec_factor=2.0)):
         state = drafter.start(prompts)
-        names = SamplingState.of(["a", "b", "c"], [SamplingParams()] * 3, prompts, [()] * 3, 6)
-        before = drafts(drafter, state, names).tokens.tolist()
+        before = drafts(drafter, state, named(prompts)).tokens.tolist()
         assert before == [[1, 2], [PAD, PAD], [3, PAD]]
-        after = drafts(drafter, drafter.select(state, [2, 0, 1]), names).tokens.tolist()
+        after = drafts(drafter, drafter.select(state, [2, 0, 1]), named(prompts)).tokens.tolist()
         assert after == [before[row] for row in (2, 0, 1)]
 
     # A draft model's tokens and rows, and the caches behind them.
     drafter = ModelDrafter(random_tabular(6, 2, seed=1), 6, ratio=1.0)
-    by_row = [drafts(drafter, drafter.start([prompt]), names_of([prompt])) for prompt in prompts]
+    by_row = [drafts(drafter, drafter.start([prompt]), named([prompt])) for prompt in prompts]
     order = [2, 0, 1]
-    moved = drafts(drafter, drafter.select(drafter.start(prompts), order), names_of([prompts[i] for i in order]))
+    moved = drafts(drafter, drafter.select(drafter.start(prompts), order), named([prompts[i] for i in order]))
     assert moved.tokens.tolist() == [by_row[i].tokens[0].tolist() for i in order]
     assert torch.equal(moved.law.probs, torch.cat([by_row[i].law.probs for i in order]))
     assert len({tuple(one.tokens[0].tolist()) for one in by_row}) > 1
@@ -126,12 +129,6 @@ def test_19_drafts_follow_their_requests_and_not_their_places():
         alone = run(target, drafter, Rejection(), [one], 3)[one.id]
         assert done[one.id].tokens == alone.tokens
         assert [s.accepted for s in done[one.id].steps] == [s.accepted for s in alone.steps]
-
-
-def names_of(prompts):
-    return SamplingState.of(
-        list("abc")[: len(prompts)], [SamplingParams()] * len(prompts), prompts, [()] * len(prompts), 6
-    )
 
 
 @pytest.mark.parametrize("num_draft_tokens", range(1, 9))

@@ -57,7 +57,7 @@ def first_token(
     """
     drafting, accepting, emitting = torch.cartesian_prod(*map(midpoints, grid)).T
     verdict = verdict_of(target_row, drafter, verifier, drafting, accepting, emitting, params)
-    law = torch.bincount(verdict.emitted[:, 0], minlength=len(target_row)) / len(drafting)
+    law = torch.bincount(verdict.emitted[:, 0], minlength=len(target_row)).double() / len(drafting)
     return verdict.num_accepted.double().mean().item(), law.tolist()
 
 
