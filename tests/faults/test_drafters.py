@@ -6,7 +6,7 @@ from scipy import stats
 
 from spectoolkit.datatypes import DraftNoise, PointMass, Request, SamplingParams, TopM, Uniforms
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, SuffixDrafter, TopMDrafter
-from spectoolkit.models.tabular import random_tabular
+from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Rejection
 from tests.helpers.enumerate import block_cells, emission, joint_ratios, law_of, random_table, total_variation
@@ -36,6 +36,15 @@ def test_22_the_match_policy_decides():
         assert looked_up([1, 2, 3, 4, 2, 3], 4, NGramDrafter(3, 2, match=match)) == [4, 2, 3]
         assert looked_up([3], 4, NGramDrafter(3, 2, match=match)) == []
         assert looked_up([1, 1, 1], 4, NGramDrafter(2, 2, match=match)) == [1]
+        assert looked_up([4, 3, 5, 3], 4, NGramDrafter(3, 2, match=match)) == []
+        assert looked_up([4, 3, 5, 3], 4, NGramDrafter(3, 1, match=match)) == [5, 3]
+
+
+class Overlong(NGramDrafter):
+    """Proposes three tokens whatever it is allowed."""
+
+    def propose(self, state, sampling, max_tokens, noise):
+        return super().propose(state, sampling, torch.full_like(max_tokens, 3), noise)
 
 
 def test_23_a_lookup_longer_than_what_may_still_be_emitted():
@@ -48,6 +57,11 @@ def test_23_a_lookup_longer_than_what_may_still_be_emitted():
             done = run(target, drafter, verifier, [Request(f"r{i}", cycle, 2) for i in range(6)], 3)
             assert {len(one.tokens) for one in done.values()} == {2}
             assert all(step.drafted <= 1 - step.start for one in done.values() for step in one.steps)
+    # A drafter that breaks its contract, and a target that would accept it all.
+    follows = TabularModel(torch.eye(4, dtype=torch.float64)[[0, 2, 3, 1]])
+    (one,) = run(follows, Overlong(1, 1), Rejection(), [Request("r", cycle, 2)], 3).values()
+    assert one.tokens == (2, 3)
+    assert [(step.drafted, step.accepted, step.emitted) for step in one.steps] == [(3, 2, 2)]
 
 
 @pytest.mark.parametrize("make", [ModelDrafter, TopMDrafter, CoupledDrafter])
