@@ -9,7 +9,16 @@ from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, Suf
 from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Rejection
-from tests.helpers.enumerate import block_cells, emission, joint_ratios, law_of, random_table, total_variation
+from tests.helpers.enumerate import (
+    block_cells,
+    cumulated,
+    emission,
+    joint_ratios,
+    law_of,
+    random_table,
+    residual_weights,
+    total_variation,
+)
 from tests.helpers.one_step import first_token, propose, same_row, sampler, target_probs
 from tests.helpers.toys import run, toy_pair
 
@@ -91,7 +100,8 @@ def test_32_block_verification_is_enumerated_and_holds_on_256_tokens(monkeypatch
     def cells(target_rows, draft_rows, drafts):
         edges, joint = block_cells(target_rows, draft_rows, drafts), joint_ratios(target_rows, draft_rows, drafts)
         wrong = [torch.tensor([pi], dtype=torch.float64) for pi in joint[1:]]
-        return [*(torch.cat(pair).unique() for pair in zip(edges, wrong, strict=False)), *edges[len(wrong) :]]
+        wrong += [cumulated(residual_weights)(p, q, 0) for p, q in zip(target_rows, draft_rows, strict=False)]
+        return [*(torch.cat(pair).clamp(0, 1).unique() for pair in zip(edges, wrong, strict=False)), edges[-1]]
 
     def distance():
         return total_variation(emission(target, draft, draft, Block(), cells=cells).law, law_of(target))
