@@ -25,7 +25,7 @@ def frontier(ax: Axes, found: pd.DataFrame, rules: list[str]) -> Axes:
     check_rows(found, _COLUMNS, unique=[])
     looks = style.line_styles(rules)
     for rule in rules:
-        rows = found[found["rule"] == rule].sort_values("kl")
+        rows = pd.DataFrame(found[found["rule"] == rule]).sort_values(by=["kl"])
         look = dict(looks[rule])
         if rule == RIVAL:
             look |= {"color": "#333333", "markeredgecolor": "#333333", "markerfacecolor": "#333333", "zorder": 2}
@@ -46,7 +46,7 @@ def frontier_figure(table: pd.DataFrame, width_in: float = style.PAGE_IN) -> Fig
         axes = figure.subplots(len(drafters), len(temperatures), squeeze=False, sharey="row")
         for i, drafter in enumerate(drafters):
             for j, temperature in enumerate(temperatures):
-                part = table[(table["drafter"] == drafter) & (table["temperature"] == temperature)]
+                part = pd.DataFrame(table[(table["drafter"] == drafter) & (table["temperature"] == temperature)])
                 ax = frontier(axes[i][j], part, rules)
                 if i == 0:
                     ax.set_title(f"T = {temperature:g}", loc="left")

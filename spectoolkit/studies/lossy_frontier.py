@@ -211,7 +211,8 @@ def _setting(cell: Cell) -> str:
 
 def _ratio(name: str, frame: pd.DataFrame, column: str, num_resamples: int = 2000) -> dict[str, float]:
     """Mean per token with a 95 % bootstrap interval over prompts."""
-    sums = frame.groupby("cluster", sort=True)[[column, "distance_tokens"]].sum().to_numpy(float)
+    by_cluster: Any = frame.groupby("cluster")[[column, "distance_tokens"]].sum()
+    sums = np.asarray(by_cluster, dtype=float)
     drawn = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=num_resamples)
     samples = drawn @ sums
     low, high = np.quantile(samples[:, 0] / samples[:, 1], [0.025, 0.975])
@@ -221,11 +222,8 @@ def _ratio(name: str, frame: pd.DataFrame, column: str, num_resamples: int = 200
 
 def _gain(table: pd.DataFrame, row: Mapping[str, Any]) -> float:
     """Acceptance length less that of the rival at the same KL, between the rival's points linearly; NaN beyond them."""
-    rival = table[
-        (table["temperature"] == row["temperature"])
-        & (table["drafter"] == row["drafter"])
-        & (table["rule"] == "lower temperature")
-    ].sort_values("kl")
+    is_rival = (table["rule"] == "lower temperature") & (table["drafter"] == row["drafter"])
+    rival = pd.DataFrame(table[is_rival & (table["temperature"] == row["temperature"])]).sort_values(by=["kl"])
     kl = rival["kl"].to_numpy(float)
     if row["rule"] == "lower temperature" or not kl.min() <= row["kl"] <= kl.max():
         return float("nan")
