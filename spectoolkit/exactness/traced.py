@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.draw import gumbel_max
+from spectoolkit.functional.noise import position_uniforms
 
 MOST_VARIABLES = 1 << 20
 """Uniforms that one row may read; a source is row * MOST_VARIABLES + variable."""
@@ -170,7 +171,7 @@ class Traced:
 
 
 class TracedKeys(Traced):
-    """Keys of shared noise, which can be moved and be drawn with (`functional.draw.gumbel_max`).
+    """Keys of shared noise, which can be moved, be drawn with (`functional.draw.gumbel_max`) and give a uniform each.
 
     With two tokens the noise of a position is one uniform: s = E_1 / (E_0 + E_1) of two standard exponentials is
     uniform, and argmax_x p(x) / E_x = 0 exactly if s > p(1) / (p(0) + p(1)).
@@ -191,6 +192,9 @@ class TracedKeys(Traced):
             share = probs[..., 1].double() / probs.sum(-1, dtype=torch.float64)
             uniform = Traced(keys.numbers, keys.source, keys.scale, keys.shift, keys.cuts)
             return torch.where(_compared(torch.gt, (uniform, share)), 0, 1)
+        if func is position_uniforms:  # no pair reads the same key in both ways
+            keys = args[0]
+            return Traced(keys.numbers, keys.source, keys.scale, keys.shift, keys.cuts)
         if name in (*_MOVING, *_PLAIN):
             return super().__torch_function__(func, types, args, kwargs)
         raise UntraceableError(f"{name} of a key of shared noise: the enumeration follows drawing with it only")

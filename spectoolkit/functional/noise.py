@@ -27,6 +27,7 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 class Role(IntEnum):
@@ -89,8 +90,11 @@ def position_uniforms(keys: Tensor) -> Tensor:
 
         u = exp(-E),   E the key's exponential of token 0
 
-    Only for noise that must not come back and does (negative controls); a verification needs `uniforms`.
+    Only for noise that must not come back and does (negative controls); a verification needs `uniforms`. Keys that are
+    no tensors may say themselves which uniforms they give (`torch.overrides`), as in `draw.gumbel_max`.
     """
+    if has_torch_function_unary(keys):
+        return handle_torch_function(position_uniforms, (keys,), keys)
     return torch.exp(-exponentials(keys, 1).squeeze(-1)).clamp(max=1 - 2.0**-53)
 
 

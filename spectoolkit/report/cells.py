@@ -14,8 +14,8 @@ LOSSLESS_KEY = "verifier.is_lossless"
 _ABSENT = "(absent)"
 # Every table has a column that says which cell was obtained how.
 _SHOWN_ANYWAY = ("engine",)
-# Follows from the verifier, so a table that varies the verifier by name may vary it as well.
-_DERIVED = {LOSSLESS_KEY: "verifier.name"}
+# Follows from the verifier and its settings, and from a drafter that is wrong on purpose: it varies where these do.
+_DERIVED = {LOSSLESS_KEY: ("verifier", "drafter")}
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CellResult:
 
 def covers(axis: str, key: str) -> bool:
     """Whether `axis` may vary setting `key`: the key itself, or any key below it ("drafter" covers "drafter.name")."""
-    return key == axis or key.startswith(axis + ".") or _DERIVED.get(key) == axis
+    return key == axis or key.startswith(axis + ".") or axis.split(".")[0] in _DERIVED.get(key, ())
 
 
 class HasSettings(Protocol):

@@ -44,7 +44,7 @@ def schedule(**changes) -> Schedule:
             "num_depths": 2,
             "depth_decay": 0.8,
             "acceptance_weight": 1.0,
-            "acceptance_from": 0.5,
+            "acceptance_from": 0.3,
             "trains_output": False,
             "checkpoint_every": 20,
             "seed": 0,
