@@ -95,6 +95,8 @@ def run(
 ) -> str:
     """Sample what is missing of the text, train or go on training, measure, and write the head into `head/`.
 
+    `head_without_output/` is the same without the output rows where these are the target's: smaller, for this package.
+
     Args:
         held_out_prompts: option of the group `prompts` whose cell is measured on; all other cells are trained on.
         draft_vocab_size: ids that the head can propose: the most frequent ones of the text.
@@ -178,12 +180,16 @@ def run(
     if written_vocab_size is not None:
         written_ids = frequent_ids(examples, written_vocab_size, target.vocab_size)
         draft = Eagle3(with_draft_ids(draft.head, target, written_ids), target, draft.name)
-    save_eagle3(draft.head, store.folder / "head", target.name, type(hf_model).__name__, num_depths, torch.float16)
+    written = (target.name, type(hf_model).__name__, num_depths, torch.float16)
+    save_eagle3(draft.head, store.folder / "head", *written)
+    if not trains_output:
+        save_eagle3(draft.head, store.folder / "head_without_output", *written, with_output=False)
     draft.head.to(hf_model.dtype)
     card = _measure(draft, target, trained, held, config, examples_per_step, num_steps)
     replace_text(store.folder / "held_out.csv", card.by_depth.to_csv(index=False, lineterminator="\n"))
     replace_text(store.folder / "table.md", card.markdown())
-    replace_text(store.folder / "head" / "README.md", card.markdown())
+    for folder in store.folder.glob("head*"):
+        replace_text(folder / "README.md", card.markdown())
     store.write_manifest({"provenance": provenance(), "config": config, "facts": card.facts})
     return f"{card.markdown()}\nThe head is in {store.folder / 'head'}, its curves are in {store.folder}"
 
