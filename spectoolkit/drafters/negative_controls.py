@@ -52,13 +52,15 @@ class TopPOnDraftOnly(ModelDrafter):
 
     What was asked for is `top_p` here, and it is kept from the request, so that the target's row does not have it. The
     fault lies on the target's side, which has no place for it but the request's own parameters. The output follows
-    the target's unfiltered law, with tokens that top-p excludes: judge it by the law with `top_p`.
+    the target's unfiltered law, with tokens that top-p excludes: judge it by the law with `top_p`, which the audit of
+    pairs does not do (`is_judged_by_another_law`).
 
     Raises:
         UsageError: no `top_p` below 1, or a request that has a top-p of its own.
     """
 
     is_negative_control: ClassVar[bool] = True
+    is_judged_by_another_law: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

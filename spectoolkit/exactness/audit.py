@@ -75,11 +75,12 @@ def _is_control(side: object) -> bool:
     return bool(getattr(side, "is_negative_control", False))
 
 
-def failures(findings: Sequence[Finding]) -> list[str]:
+def failures(findings: Sequence[Finding], *, judges_controls: bool = True) -> list[str]:
     """What contradicts its claim: a lossless pair with another law, and a control that no pair shows to be wrong.
 
     With a drafter that never proposes, or whose law happens to suit it, a wrong rule may be right; so a control has to
-    be caught in one of its pairs.
+    be caught in one of its pairs; a pair of two controls counts for both, since some faults take two. Without
+    `judges_controls` that is not asked.
     """
     found = [
         f"{one.drafter} + {one.verifier} claims to be lossless: total variation {_number(one.proof.one_step)} after "
@@ -87,8 +88,9 @@ def failures(findings: Sequence[Finding]) -> list[str]:
         for one in findings
         if one.verdict == FAILS
     ]
-    for control in dict.fromkeys(one.control for one in findings if one.control):
-        pairs = [one for one in findings if one.control == control]
+    controls = dict.fromkeys(side for one in findings for side in one.control.split() if judges_controls)
+    for control in controls:
+        pairs = [one for one in findings if control in one.control.split()]
         if all(one.verdict == NOT_CAUGHT for one in pairs):
             with_ = ", ".join(f"{one.drafter} + {one.verifier}" for one in pairs)
             found.append(f"{control} is wrong on purpose and was not caught ({with_})")
