@@ -134,6 +134,24 @@ def bootstrap(
     }
 
 
+def ratio_interval(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    clusters: Sequence[str],
+    num_resamples: int = 2000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, Interval]:
+    """Σ numerators / Σ denominators of any sums per request, with the interval of `bootstrap`.
+
+    For what is measured per token and is no metric of a request row, such as a distance or an overlap.
+    """
+    ratio = _Ratio(np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64))
+    codes, names = pd.factorize(np.asarray(clusters), sort=True)
+    samples = _resample([ratio], codes, len(names), num_resamples, seed)[:, 0]
+    return _divide(ratio.numerator.sum(), ratio.denominator.sum()), interval(samples, confidence)
+
+
 def paired_difference(
     rows_a: pd.DataFrame,
     rows_b: pd.DataFrame,

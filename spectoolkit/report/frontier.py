@@ -35,7 +35,7 @@ def frontier(ax: Axes, found: pd.DataFrame, rules: list[str]) -> Axes:
 
 
 def frontier_figure(table: pd.DataFrame, width_in: float = style.PAGE_IN) -> Figure:
-    """`frontier` for every drafter (rows) and every temperature that has lossy cells (columns), one legend below."""
+    """`frontier` for every drafter (rows) and the four highest temperatures (columns), one legend below."""
     check_rows(table, _COLUMNS, unique=[])
     rules = [RIVAL, *(rule for rule in dict.fromkeys(table["rule"]) if rule != RIVAL)]
     drafters = list(dict.fromkeys(table["drafter"]))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit import metrics
-from spectoolkit.datatypes import Completion, Dense, PointMass, Proposal, TopM
+from spectoolkit.datatypes import Completion, Dense, PointMass, Proposal, SharedNoise, TopM
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
 from spectoolkit.functional.acceptance import sparse_row
@@ -100,10 +100,23 @@ def check(cells: Sequence[Cell], axes: Sequence[str], **parameters: Any) -> None
     """Refuse cells whose distance cannot be computed, or that have nothing to be compared with.
 
     Raises:
-        UsageError: T = 0, filters or penalties, replayed cells, or a temperature without a lossless cell for one of its
-            drafters.
+        UsageError: T = 0, filters or penalties, replayed cells, a lossy rule that does not say what it emits, a drafter
+            that does not say q, or a temperature without a lossless cell for one of its drafters.
     """
     for cell in cells:
+        drafter, verifier = cell.pair_on(None, 0)
+        if not verifier.is_lossless and not hasattr(verifier, "emitted_probs"):
+            raise UsageError(
+                "lossy_frontier: expected rules that say which law they emit (emitted_probs), got "
+                f"{type(verifier).__name__}"
+            )
+        if not verifier.is_lossless and SharedNoise in drafter.laws:
+            raise UsageError(f"lossy_frontier: expected drafts of a law that says q, got {type(drafter).__name__}")
+        if cell.settings.get("verifier.recovery") == "first_only":
+            raise UsageError(
+                "lossy_frontier: expected a rule that emits a token at every position it reaches, got "
+                "verifier.recovery=first_only"
+            )
         if cell.engine != "live":
             raise UsageError("lossy_frontier: expected engine=live, since a lossy rule changes the text")
         if cell.settings[TEMPERATURE] == 0 or any(cell.settings[k] != off for k, off in UNFILTERED.items()):
@@ -209,15 +222,11 @@ def _setting(cell: Cell) -> str:
     return ", ".join(f"{name} = {value}" for name, value in given.items())
 
 
-def _ratio(name: str, frame: pd.DataFrame, column: str, num_resamples: int = 2000) -> dict[str, float]:
+def _ratio(name: str, frame: pd.DataFrame, column: str) -> dict[str, float]:
     """Mean per token with a 95 % bootstrap interval over prompts."""
-    by_cluster: Any = frame.groupby("cluster")[[column, "distance_tokens"]].sum()
-    sums = np.asarray(by_cluster, dtype=float)
-    drawn = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=num_resamples)
-    samples = drawn @ sums
-    low, high = np.quantile(samples[:, 0] / samples[:, 1], [0.025, 0.975])
-    total = sums.sum(0)
-    return {name: total[0] / total[1], f"{name}_low": low, f"{name}_high": high}
+    sums = (frame[column].tolist(), frame["distance_tokens"].tolist(), frame["cluster"].tolist())
+    value, (low, high) = metrics.ratio_interval(*sums)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def _gain(table: pd.DataFrame, row: Mapping[str, Any]) -> float:

@@ -157,13 +157,13 @@ def run(
     temperature = float(held.cell.settings["sampling.temperature"])
 
     def evaluate() -> dict[str, float]:
-        found = means(held_out(draft, target, quick, temperature, num_depths))
-        return {f"overlap_{int(row['depth'])}": round(row["overlap"], 4) for row in found.to_dict("records")}
+        frame = held_out(draft, target, quick, temperature, num_depths)
+        sums: Any = frame.groupby("depth")[["overlap", "tokens"]].sum()
+        means_by_depth = sums["overlap"] / sums["tokens"]
+        return {f"overlap_{depth}": round(float(mean), 4) for depth, mean in means_by_depth.items()}
 
     fed = batches(examples, examples_per_step, config["seed"])
-    hidden = HiddenCache(
-        target, store.folder / "features" / _key(target, shape.feature_layers), int(feature_cache_gb * 1e9)
-    )
+    hidden = HiddenCache(target, store.folder / "features" / _key(cells[0], target), int(feature_cache_gb * 1e9))
     identity = {
         "text": [text.cell.text_identity for text in trained],
         "draft_vocab_size": draft_vocab_size,
@@ -225,9 +225,11 @@ def _held_out_batches(examples: Sequence[Example]) -> list[Batch]:
     return [Batch.of(examples[i : i + _HELD_OUT_BATCH]) for i in range(0, len(examples), _HELD_OUT_BATCH)]
 
 
-def _key(target: CausalLM, layers: Sequence[int]) -> str:
-    named = repr((target.name, str(target.hf_model.dtype), target.hf_model.config.to_json_string(), list(layers)))
-    return hashlib.sha256(named.encode()).hexdigest()[:16]
+def _key(cell: Cell, target: CausalLM) -> str:
+    """A hash of what hidden states depend on besides the text: the target, its files included, and the layers."""
+    named = {key: value for key, value in cell.text_identity.items() if key.startswith("target.")}
+    named |= {"dtype": str(target.hf_model.dtype), "layers": list(target.feature_layers)}
+    return hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _measure(

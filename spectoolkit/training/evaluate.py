@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
+from spectoolkit.functional.acceptance import overlap
+from spectoolkit.metrics import ratio_interval
 from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.hf import CausalLM
 from spectoolkit.training.data import Batch, hidden_of
-from spectoolkit.training.loss import is_counted, overlap
+from spectoolkit.training.loss import is_counted
 
 _ROWS = 128
 MEASURES = ("overlap", "agreement", "argmax_acceptance")
@@ -51,7 +52,7 @@ def held_out(
                     logits = draft.wide_logits(states[depth][at])
                 draft_probs = _probs(logits, temperature)
                 drafted = draft_probs.argmax(-1)
-                found[depth, 0][kept] = overlap(target_probs, draft_probs).double().cpu()
+                found[depth, 0][kept] = overlap(target_probs, draft_probs).cpu()
                 found[depth, 1][kept] = (drafted == best).double().cpu()
                 found[depth, 2][kept] = target_probs.gather(-1, drafted[:, None])[:, 0].double().cpu()
         for depth in range(num_depths):
@@ -64,24 +65,15 @@ def held_out(
     return pd.DataFrame(rows)
 
 
-def means(frame: pd.DataFrame, clusters: Sequence[str] | None = None, num_resamples: int = 2000) -> pd.DataFrame:
-    """Mean of every measure by depth; with `clusters` (one per example) also a 95 % bootstrap interval over these."""
+def means(frame: pd.DataFrame, clusters: Sequence[str]) -> pd.DataFrame:
+    """Mean per token of every measure by depth, with a 95 % bootstrap interval over `clusters`, one per example."""
     rows = []
     for depth, part in frame.groupby("depth"):
-        tokens = part["tokens"].to_numpy(float)
-        row: dict[str, Any] = {"depth": depth, "tokens": tokens.sum()}
-        weights = None
-        if clusters is not None:
-            names, index = np.unique([clusters[i] for i in part["example"]], return_inverse=True)
-            rng = np.random.default_rng(0)
-            drawn = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), size=num_resamples)
-            weights = drawn[:, index]
+        names = [str(clusters[int(i)]) for i in part["example"].tolist()]
+        tokens = part["tokens"].tolist()
+        row: dict[str, Any] = {"depth": depth, "tokens": sum(tokens)}
         for name in MEASURES:
-            values = part[name].to_numpy(float)
-            row[name] = values.sum() / tokens.sum()
-            if weights is not None:
-                samples = (weights @ values) / (weights @ tokens)
-                row[f"{name}_low"], row[f"{name}_high"] = np.quantile(samples, [0.025, 0.975])
+            row[name], (row[f"{name}_low"], row[f"{name}_high"]) = ratio_interval(part[name].tolist(), tokens, names)
         rows.append(row)
     return pd.DataFrame(rows)
 

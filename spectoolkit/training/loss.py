@@ -58,11 +58,3 @@ def draft_loss(draft_logits: Tensor, target_probs: Tensor, acceptance_weight: fl
     accepts a draft: with few parameters q cannot be p, and of all q that miss it those are wanted that overlap most.
     """
     return cast(Tensor, _DraftLoss.apply(draft_logits, target_probs, acceptance_weight))
-
-
-def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """[...] sum_x min(p(x), q(x)) of rows [..., V]: the probability that rejection sampling accepts a draft x ~ q.
-
-    (Leviathan et al., arXiv 2211.17192, theorem 3.5.)
-    """
-    return torch.minimum(target_probs, draft_probs).sum(-1)

@@ -91,6 +91,8 @@ def test_the_study_holds_lossless_rules_at_distance_zero(tmp_path):
         (["grid.sampling.temperature=[0.0,0.7]"], r"sampling.temperature > 0 without filters"),
         (["sampling.top_p=0.9"], r"without filters and penalties"),
         (["cases=[{verifier: typical}]"], "a lossless cell for every drafter and temperature"),
+        (["cases=[{verifier: rejection},{verifier: wrong/reseeded}]"], r"\(emitted_probs\), got Reseeded"),
+        (["cases=[{verifier: rejection},{verifier: typical, verifier.recovery: first_only}]"], "recovery=first_only"),
     ],
 )
 def test_what_has_no_distance_is_refused(more, message):

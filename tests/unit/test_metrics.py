@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import binom
 
 from spectoolkit.errors import UsageError
-from spectoolkit.metrics import COUNTS, Interval, bootstrap, paired_difference, summarise, undefined
+from spectoolkit.metrics import COUNTS, Interval, bootstrap, paired_difference, ratio_interval, summarise, undefined
 from tests.helpers.fake_rows import row, simulate, step
 
 
@@ -237,3 +237,10 @@ def test_a_difference_needs_the_same_prompts():
     undefined_side = simulate(0.6, num_clusters=6, proposes=0.0)
     assert math.isnan(paired_difference(a, undefined_side, "acceptance_rate").estimate)
     assert not paired_difference(a, undefined_side, "acceptance_rate").excludes_zero
+
+
+def test_the_interval_of_any_ratio_is_that_of_the_metric_it_equals():
+    rows = simulate(0.6, seed=3)
+    value, found = ratio_interval(rows["emitted"].tolist(), rows["steps"].tolist(), rows["cluster"].tolist())
+    assert value == pytest.approx(summarise(rows)["acceptance_length"])
+    assert found == bootstrap(rows, ["acceptance_length"])["acceptance_length"]

@@ -335,7 +335,11 @@ def test_other_draft_ids_leave_the_states_alone(target):
         with_draft_ids(draft.head, target, torch.arange(5))
 
 
-def test_a_finished_study_trains_no_more(saved_target, trained):
+def test_a_finished_study_trains_no_more(saved_target, trained, monkeypatch):
+    def no_training(*_):
+        raise AssertionError("a finished head was trained again")
+
+    monkeypatch.setattr("spectoolkit.training.loop._losses", no_training)
     before = (trained / "held_out.csv").read_bytes()
     config.plan(overrides(saved_target, trained)).run()
     assert (trained / "held_out.csv").read_bytes() == before
