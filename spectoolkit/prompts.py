@@ -47,7 +47,8 @@ class Message:
 class Prompt:
     """What a model is asked to continue: either a conversation (`messages`) or raw text (`text`), never both.
 
-    A conversation ends with a user message, since it is the answer to that message that is generated.
+    A conversation ends with a user message, since it is the answer to that message that is generated; one without any
+    message has not begun, and the model writes all of it, what the user says included.
     Raises `UsageError` if any of this does not hold.
     """
 
@@ -64,9 +65,7 @@ class Prompt:
             raise UsageError(f"prompt {self.id!r}: expected exactly one of messages and text; got {given}")
         if self.messages is None:
             _check_text(self.text, f"prompt {self.id!r} text")
-        elif not self.messages:
-            raise UsageError(f"prompt {self.id!r} messages: expected at least one message; got none")
-        elif self.messages[-1].role != "user":
+        elif self.messages and self.messages[-1].role != "user":
             raise UsageError(
                 f"prompt {self.id!r} messages: expected the last message to be the user's; "
                 f"got role {self.messages[-1].role!r}"
@@ -93,6 +92,17 @@ def load_builtin(categories: Sequence[str] | None = None, limit: int | None = No
     if categories is not None:
         prompts = _only_categories(prompts, categories)
     return _limited(prompts, limit)
+
+
+def load_self_written(limit: int, seed: int = 0) -> tuple[Prompt, ...]:
+    """Return `limit` conversations that have not begun: a chat model writes the user's turns too.
+
+    Text of the widest range that the model itself thinks likely, for training (Xu et al., "Magpie", arXiv 2406.08464).
+    Say ignore_eos=true with it, or the text ends with the user's first turn. Another `seed` gives other conversations.
+    Raises `UsageError` for a limit below 1.
+    """
+    _check_limit(limit)
+    return tuple(Prompt(f"self-written-{seed}-{i:05d}", "self-written", messages=()) for i in range(limit))
 
 
 def load_human_eval(limit: int | None = None) -> tuple[Prompt, ...]:
@@ -205,8 +215,8 @@ def load_datasets(
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> list[int]:
     """Return the token ids of a prompt, a list of shape [tokens] with at least one entry.
 
-    With `chat_template` the tokenizer's chat template is applied, ending where the assistant's answer begins; a raw
-    text prompt becomes one user message. Without it the contents of the messages, separated by blank lines and without
+    With `chat_template` the tokenizer's chat template is applied, ending where the assistant's answer begins, or where
+    the user's first words would be if there is no message; a raw text prompt becomes one user message. Without it the contents of the messages, separated by blank lines and without
     their roles, are tokenised as plain text with the special tokens that the tokenizer adds by default.
     Raises `UsageError` if the tokenizer has no chat template, the template refuses the messages, or no token results.
     """
@@ -214,6 +224,8 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, chat_template: bo
         ids = _apply_chat_template(prompt, tokenizer)
     else:
         contents = [prompt.text] if prompt.messages is None else [message.content for message in prompt.messages]
+        if not contents:
+            raise UsageError(f"prompt {prompt.id!r}: a conversation without messages needs prompts.chat_template=true")
         ids = tokenizer("\n\n".join(str(content) for content in contents))["input_ids"]
     if not ids:
         raise UsageError(f"prompt {prompt.id!r}: expected at least one token; the tokenizer returned none")
@@ -322,6 +334,8 @@ def _make_prompt(identifier: str, category: str, content: Mapping[str, Any], fie
 def _make_messages(value: Any, field: str) -> tuple[Message, ...]:
     if not isinstance(value, list):
         raise UsageError(f"{field!r}: expected a list of {{role, content}}; got {_shown(value)}")
+    if not value:
+        raise UsageError(f"{field!r}: expected at least one message; got none")
     messages = []
     for position, item in enumerate(value, start=1):
         if not isinstance(item, dict) or "role" not in item or "content" not in item:
@@ -427,11 +441,25 @@ def _apply_chat_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> 
             "prompts.chat_template: expected a tokenizer with a chat template; "
             f"{tokenizer.name_or_path or type(tokenizer).__name__!r} has none; pass prompts.chat_template=false"
         )
-    messages = prompt.messages or (Message("user", str(prompt.text)),)
+    messages = (Message("user", str(prompt.text)),) if prompt.messages is None else prompt.messages
     conversation = [{"role": message.role, "content": message.content} for message in messages]
     try:
+        if prompt.messages == ():
+            return _opening(prompt, tokenizer)
         return tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=True, return_dict=False)
     except TemplateError as error:
         raise UsageError(
             f"prompt {prompt.id!r}: expected messages that the chat template accepts; it refused them: {error}"
         ) from error
+
+
+def _opening(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Token ids of what the chat template writes in front of the user's first words."""
+    words = "the first words of the user"
+    text = str(tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False))
+    if text.count(words) != 1:
+        raise UsageError(
+            f"prompt {prompt.id!r}: expected a chat template that writes the user's words once, as they are; "
+            f"got {_shown(text)}"
+        )
+    return tokenizer(text[: text.index(words)], add_special_tokens=False)["input_ids"]

@@ -57,6 +57,19 @@ def load_eagle3(target: CausalLM, model: str, revision: str | None = None) -> Ea
     """
     if not isinstance(target, CausalLM):
         raise UsageError(f"draft_model: expected a transformers target for a draft head, got {type(target).__name__}")
+    head, embedding = read_head(target, model, revision)
+    dtype = target.hf_model.dtype
+    embed = None if embedding is None else nn.Embedding.from_pretrained(embedding.to(target.device, dtype))
+    head = head.to(target.device, dtype).eval().requires_grad_(False)
+    return Eagle3(head, target, f"EAGLE-3 head {Path(model).name}", embed)
+
+
+def read_head(target: CausalLM, model: str, revision: str | None = None) -> tuple[Eagle3Head, Tensor | None]:
+    """The weights of `load_eagle3` in float32, on the CPU, and the rows [V, D] of their own embedding if there is one.
+
+    Raises:
+        UsageError: see `load_eagle3`.
+    """
     folder = _folder(model, revision)
     config = read_config(folder, model, target)
     tensors = _tensors(folder, model)
@@ -80,12 +93,7 @@ def load_eagle3(target: CausalLM, model: str, revision: str | None = None) -> Ea
     # Built again on the CPU: the rotary frequencies are no part of the files.
     head = Eagle3Head(config)
     head.load_state_dict(state)
-    head = head.to(target.device, target.hf_model.dtype).eval().requires_grad_(False)
-    draft = Eagle3(head, target, f"EAGLE-3 head {Path(model).name}")
-    if "embed_tokens.weight" in tensors:
-        weight = tensors["embed_tokens.weight"].to(target.device, target.hf_model.dtype)
-        draft = Eagle3(head, target, draft.name, nn.Embedding.from_pretrained(weight))
-    return draft
+    return head, tensors.get("embed_tokens.weight")
 
 
 def load_packaged_eagle3(target: CausalLM, name: str, sha256: str) -> Eagle3:

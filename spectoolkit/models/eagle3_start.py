@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from spectoolkit.errors import UsageError
 from spectoolkit.models.eagle3 import Eagle3Config, Eagle3Head, default_feature_layers
+from spectoolkit.models.eagle3_files import read_head
 from spectoolkit.models.hf import CausalLM, decoder_layers
 
 _STD = 0.02
@@ -88,6 +89,35 @@ def fresh_head(target: CausalLM, config: Eagle3Config, draft_ids: Tensor, seed: 
     return head.to(target.device)
 
 
+def trained_head(target: CausalLM, model: str, draft_ids: Tensor) -> Eagle3Head:
+    """A head from a folder or hub repository to go on training, in float32 on the target's device.
+
+    Its draft ids become `draft_ids` where its output rows are the target's; a head with rows of its own keeps its ids.
+
+    Raises:
+        UsageError: see `eagle3_files.load_eagle3`; another number of draft ids than a head with rows of its own has, or
+            a head with an embedding of its own.
+    """
+    head, embedding = read_head(target, model)
+    if embedding is not None:
+        raise UsageError(f"study.start: expected a head that reads the target's embedding, {model!r} has its own")
+    head = head.to(target.device)
+    if has_output_of(head, target):
+        return with_draft_ids(head, target, draft_ids).train()
+    if len(head.d2t) != len(draft_ids):
+        raise UsageError(
+            f"study.draft_vocab_size: expected the {len(head.d2t)} ids of the trained output layer of {model!r}, got "
+            f"{len(draft_ids)}"
+        )
+    return head
+
+
+def has_output_of(head: Eagle3Head, target: CausalLM) -> bool:
+    """Whether the head's output layer is the target's rows of its draft ids, up to the rounding of a half-precision file."""
+    rows, own = target.output_rows[head.draft_ids].float(), head.lm_head.weight.detach().float()
+    return rows.shape == own.shape and torch.allclose(own, rows, rtol=1e-3, atol=1e-6)
+
+
 @torch.no_grad()
 def with_draft_ids(head: Eagle3Head, target: CausalLM, draft_ids: Tensor) -> Eagle3Head:
     """The head with other draft ids, its output layer being the target's rows of them; nothing else changes.
@@ -98,7 +128,7 @@ def with_draft_ids(head: Eagle3Head, target: CausalLM, draft_ids: Tensor) -> Eag
         UsageError: an output layer that is not the target's rows (it was trained itself).
     """
     rows = target.output_rows
-    if not torch.equal(head.lm_head.weight, rows[head.draft_ids].to(head.lm_head.weight.dtype)):
+    if not has_output_of(head, target):
         raise UsageError(
             "written_vocab_size: expected a head whose output layer was not trained (trains_output: false)"
         )

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -15,9 +16,9 @@ from spectoolkit import metrics
 from spectoolkit.drafters import ModelDrafter
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
-from spectoolkit.models.eagle3 import Eagle3
+from spectoolkit.models.eagle3 import Eagle3, Eagle3Head
 from spectoolkit.models.eagle3_files import save_eagle3
-from spectoolkit.models.eagle3_start import fresh_head, head_config, with_draft_ids
+from spectoolkit.models.eagle3_start import fresh_head, head_config, trained_head, with_draft_ids
 from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.prefix_cache import PrefixCache
 from spectoolkit.progress import progress_bar
@@ -35,7 +36,7 @@ from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Rejection
 
 SHARED_RUN = 12
-"""No held-out prompt may share this many consecutive tokens with a training prompt (what all share does not count)."""
+"""No held-out prompt may share this many consecutive tokens with training text (what all prompts begin with aside)."""
 
 _HELD_OUT_BATCH = 16
 
@@ -62,12 +63,8 @@ class _Text:
 
     cell: Cell
     experiment: Experiment
+    examples: list[Example]
     outputs: Trajectories
-
-    @property
-    def examples(self) -> list[Example]:
-        pairs = zip(self.outputs.requests, self.outputs.outputs, strict=True)
-        return [Example(request.prompt, output) for request, output in pairs if len(request.prompt) > 1]
 
 
 def run(
@@ -77,6 +74,7 @@ def run(
     axes: Sequence[str],
     config: Mapping[str, Any],
     held_out_prompts: str,
+    start: str | None,
     draft_vocab_size: int,
     examples_per_step: int,
     num_steps: int,
@@ -99,6 +97,7 @@ def run(
 
     Args:
         held_out_prompts: option of the group `prompts` whose cell is measured on; all other cells are trained on.
+        start: folder or hub repository of a head to go on training; null begins with the target's last layer.
         draft_vocab_size: ids that the head can propose: the most frequent ones of the text.
         examples_per_step: outputs in a batch.
         num_steps, num_warmup, learning_rate, num_depths, depth_decay, acceptance_weight, acceptance_from,
@@ -111,7 +110,7 @@ def run(
 
     Raises:
         UsageError: a target that is not one of transformers, training prompts that share a passage with held-out ones,
-            or settings outside their range.
+            a head to start from that does not fit, or settings outside their range.
     """
     schedule = Schedule(
         num_steps=num_steps,
@@ -137,22 +136,27 @@ def run(
             f"trains_output=false, got {written_vocab_size} with trains_output={trains_output}"
         )
     shape = head_config(target, draft_vocab_size, None if feature_layers is None else tuple(feature_layers))
+    if start is not None:
+        begun = trained_head(target, start, torch.arange(draft_vocab_size))  # refuses before anything is sampled
+        if feature_layers is not None and tuple(feature_layers) != begun.config.feature_layers:
+            raise UsageError(
+                f"study.feature_layers: expected null or the layers {list(begun.config.feature_layers)} that "
+                f"{start!r} reads, got {list(feature_layers)}"
+            )
+        shape = begun.config
     target = target.with_features(shape.feature_layers)
     texts = [_text(cell, store) for cell in cells]
     held = next(text for text in texts if text.cell.settings["prompts.name"] == held_out_prompts)
     trained = [text for text in texts if text is not held]
-    num_shared = shared_prompts(
-        [example.prompt for text in trained for example in text.examples],
-        [example.prompt for example in held.examples],
+    examples, num_left_out = apart(
+        [example for text in trained for example in text.examples], [example.prompt for example in held.examples]
     )
-    if num_shared:
-        raise UsageError(
-            f"prompts: expected training prompts apart from the held-out ones, got {num_shared} of the latter that "
-            f"share {SHARED_RUN} consecutive tokens with one of the former"
-        )
-    examples = [example for text in trained for example in text.examples]
     draft_ids = frequent_ids(examples, draft_vocab_size, target.vocab_size)
-    draft = Eagle3(fresh_head(target, shape, draft_ids, config["seed"]), target, "head in training")
+    if start is None:
+        head = fresh_head(target, shape, draft_ids, config["seed"])
+    else:
+        head = trained_head(target, start, draft_ids)
+    draft = Eagle3(head, target, "head in training")
     quick = _held_out_batches(held.examples[:: max(1, len(held.examples) // num_quick)][:num_quick])
     temperature = float(held.cell.settings["sampling.temperature"])
 
@@ -169,6 +173,7 @@ def run(
         "draft_vocab_size": draft_vocab_size,
         "feature_layers": list(shape.feature_layers),
         "examples_per_step": examples_per_step,
+        "start": None if start is None else _weights(head),
     }
     identity = json.loads(json.dumps(identity, default=str))
     log = train(draft, target, fed, hidden, schedule, store.folder / "checkpoint.pt", identity, evaluate)
@@ -185,7 +190,13 @@ def run(
     if not trains_output:
         save_eagle3(draft.head, store.folder / "head_without_output", *written, with_output=False)
     draft.head.to(hf_model.dtype)
-    card = _measure(draft, target, trained, held, config, examples_per_step, num_steps)
+    facts = {
+        "Text": _text_fact(trained) + f"; {num_left_out} outputs left out that share {SHARED_RUN} consecutive tokens "
+        "with a held-out prompt",
+        "Start": "the target's last layer" if start is None else f"the head {Path(start).name} ({identity['start']})",
+        "Training": f"{num_steps:,} steps of {examples_per_step} outputs",
+    }
+    card = _measure(draft, target, facts, held, config)
     replace_text(store.folder / "held_out.csv", card.by_depth.to_csv(index=False, lineterminator="\n"))
     replace_text(store.folder / "table.md", card.markdown())
     for folder in store.folder.glob("head*"):
@@ -194,22 +205,44 @@ def run(
     return f"{card.markdown()}\nThe head is in {store.folder / 'head'}, its curves are in {store.folder}"
 
 
-def shared_prompts(trained: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> int:
-    """How many of `held` share `SHARED_RUN` consecutive tokens with any of `trained`.
+def apart(trained: Sequence[Example], held: Sequence[Sequence[int]]) -> tuple[list[Example], int]:
+    """The examples whose text shares no `SHARED_RUN` consecutive tokens with a prompt of `held`, and how many do.
 
-    What all prompts begin with (system prompt, markers of roles) is left out.
+    What all prompts begin with (system prompt, markers of roles) is left out. A sampled output may come upon a passage
+    of a held-out prompt, and is dropped then; a prompt that does so is a mistake.
+
+    Raises:
+        UsageError: a training prompt shares a passage with one of `held`, or is one of them.
     """
-    every = [*trained, *held]
-    common = 0
-    while all(len(prompt) > common for prompt in every) and len({prompt[common] for prompt in every}) == 1:
-        common += 1
+    common = _common_length([*(example.prompt for example in trained), *held])
 
-    def runs(prompt: Sequence[int]) -> set[tuple[int, ...]]:
-        rest = tuple(prompt[common:])
-        return {rest[i : i + SHARED_RUN] for i in range(len(rest) - SHARED_RUN + 1)} or {rest}
+    def runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
+        rest = tuple(tokens[common:])
+        return {rest[i : i + SHARED_RUN] for i in range(len(rest) - SHARED_RUN + 1)} or {rest} - {()}
 
-    seen: set[tuple[int, ...]] = set().union(*(runs(prompt) for prompt in trained))
-    return sum(bool(runs(prompt) & seen) for prompt in held)
+    of_held = set().union(*(runs(prompt) for prompt in held))
+    num_shared = sum(bool(runs(prompt) & of_held) for prompt in {example.prompt for example in trained})
+    if num_shared:
+        raise UsageError(
+            f"prompts: expected training prompts apart from the held-out ones, got {num_shared} that share {SHARED_RUN} "
+            "consecutive tokens with one of these"
+        )
+    kept = [example for example in trained if not runs((*example.prompt, *example.output)) & of_held]
+    return kept, len(trained) - len(kept)
+
+
+def _common_length(sequences: Sequence[Sequence[int]]) -> int:
+    """Tokens that all begin with."""
+    shortest, longest = min(sequences), max(sequences)
+    return next((i for i, token in enumerate(shortest) if token != longest[i]), len(shortest))
+
+
+def _weights(head: Eagle3Head) -> str:
+    """A hash of what a head holds."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(head.state_dict().items()):
+        digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _text(cell: Cell, store: Store) -> _Text:
@@ -217,7 +250,9 @@ def _text(cell: Cell, store: Store) -> _Text:
     with progress_bar(cell.num_requests, "request") as bar:
         bar.set_description(f"text at T = {cell.settings['sampling.temperature']}")
         outputs, _ = outputs_of(cell, experiment, store, bar)
-    return _Text(cell, experiment, outputs)
+    pairs = zip(outputs.requests, outputs.outputs, strict=True)
+    examples = [Example(request.prompt, output) for request, output in pairs if len(request.prompt) > 1]
+    return _Text(cell, experiment, examples, outputs)
 
 
 def _held_out_batches(examples: Sequence[Example]) -> list[Batch]:
@@ -233,36 +268,24 @@ def _key(cell: Cell, target: CausalLM) -> str:
 
 
 def _measure(
-    draft: Eagle3,
-    target: CausalLM,
-    trained: Sequence[_Text],
-    held: _Text,
-    config: Mapping[str, Any],
-    examples_per_step: int,
-    num_steps: int,
+    draft: Eagle3, target: CausalLM, training: Mapping[str, str], held: _Text, config: Mapping[str, Any]
 ) -> Card:
-    """The finished head on all held-out text."""
+    """The finished head on all held-out text; `training` are the facts of how it was trained."""
     k, temperature = int(config["num_draft_tokens"]), float(held.cell.settings["sampling.temperature"])
     clusters = [held.experiment.clusters[r.id] for r in held.outputs.requests if len(r.prompt) > 1]
     by_example = held_out(draft, target, _held_out_batches(held.examples), temperature, k)
     lengths, paired = _acceptance_lengths(draft, target, held, k)
-    temperatures = ", ".join(sorted({f"{text.cell.settings['sampling.temperature']:g}" for text in trained}))
-    num_tokens = sum(len(example.output) for text in trained for example in text.examples)
-    num_prompts = len({example.prompt for text in trained for example in text.examples})
-    sources = ", ".join(sorted({str(text.cell.settings["prompts.name"]) for text in trained}))
     num_held = len({example.prompt for example in held.examples})
     sizes = {name: p.numel() for name, p in draft.head.named_parameters()}
     return Card(
         facts={
             "Target": target.name,
-            "Text": f"{num_tokens:,} tokens that the target sampled for {num_prompts:,} prompts ({sources}) at "
-            f"T = {temperatures}",
-            "Training": f"{num_steps:,} steps of {examples_per_step} outputs",
+            **training,
             "Size": f"{sum(sizes.values()):,} parameters, {sizes['lm_head.weight']:,} of them in the output layer",
             "Draft ids": f"{len(draft.head.d2t):,}, which cover {_coverage(draft, held):.2%} of the held-out tokens",
             "Features": f"inputs of the target's layers {list(draft.feature_layers)}",
             "Held out": f"{num_held} prompts ({held.cell.settings['prompts.name']}), of which none shares {SHARED_RUN} "
-            "consecutive tokens with a training prompt (checked before training; what all prompts begin with left out)",
+            "consecutive tokens with the training text (what all prompts begin with left out)",
         },
         by_depth=means(by_example, clusters),
         temperature=temperature,
@@ -271,6 +294,22 @@ def _measure(
         difference=(paired.estimate, paired.low, paired.high),
         command=str(provenance()["command"]),
     )
+
+
+def _text_fact(trained: Sequence[_Text]) -> str:
+    """How much text of which prompts at which temperatures."""
+    by_source: dict[str, list[_Text]] = {}
+    for text in trained:
+        by_source.setdefault(str(text.cell.settings["prompts.name"]), []).append(text)
+    parts = []
+    for source, texts in by_source.items():
+        outputs = [example.output for text in texts for example in text.examples]
+        temperatures = sorted({float(text.cell.settings["sampling.temperature"]) for text in texts})
+        parts.append(
+            f"{sum(map(len, outputs)):,} tokens in {len(outputs):,} outputs of the target ({source}, T = "
+            f"{', '.join(f'{t:g}' for t in temperatures)})"
+        )
+    return "; ".join(parts)
 
 
 def _coverage(draft: Eagle3, held: _Text) -> float:

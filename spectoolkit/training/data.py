@@ -7,12 +7,14 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from spectoolkit.errors import RunError
 from spectoolkit.files import replace
@@ -30,18 +32,23 @@ class Example:
     prompt: tuple[int, ...]
     output: tuple[int, ...]
 
+    @property
+    def name(self) -> str:
+        """A hash of everything in it."""
+        return hashlib.sha256(repr((self.prompt, self.output)).encode()).hexdigest()[:32]
+
 
 @dataclass(frozen=True)
 class Batch:
     """Examples of similar length.
 
     Attributes:
-        prompts: B of them.
-        tokens: [B, N] outputs, padded with -1.
+        examples: B of them.
+        tokens: [B, N] their outputs, padded with -1.
         inputs: [B, N] the token before each.
     """
 
-    prompts: tuple[tuple[int, ...], ...]
+    examples: tuple[Example, ...]
     tokens: Tensor
     inputs: Tensor
 
@@ -49,16 +56,14 @@ class Batch:
     def of(examples: Sequence[Example]) -> Batch:
         tokens = pad_rows([example.output for example in examples])
         last = torch.tensor([example.prompt[-1:] for example in examples])
-        prompts = tuple(example.prompt for example in examples)
-        return Batch(prompts, tokens, torch.cat([last, tokens[:, :-1]], dim=1))
+        return Batch(tuple(examples), tokens, torch.cat([last, tokens[:, :-1]], dim=1))
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.prompts, self.tokens.to(device), self.inputs.to(device))
+        return Batch(self.examples, self.tokens.to(device), self.inputs.to(device))
 
     @property
-    def name(self) -> str:
-        """A hash of everything in it."""
-        return hashlib.sha256(repr((self.prompts, self.tokens.tolist())).encode()).hexdigest()[:16]
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(example.prompt for example in self.examples)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class Hidden:
     """What a head reads of the target, and what the target's own law follows from.
 
     Attributes:
-        of_prompts: [B, M - 1, F] features of all prompt tokens but the last, M the longest prompt.
+        of_prompts: [B, M - 1, F] features of all prompt tokens but the last, M the longest prompt; zeros behind the end
+            of a row, here and below.
         of_inputs: [B, N, F] features of the token before each of `Batch.inputs`.
         last: [B, N, D] what the target's output layer reads behind `Batch.inputs`.
     """
@@ -74,6 +80,9 @@ class Hidden:
     of_prompts: Tensor
     of_inputs: Tensor
     last: Tensor
+
+
+_FIELDS = tuple(field.name for field in fields(Hidden))
 
 
 def batches(examples: Sequence[Example], batch_size: int, seed: int) -> list[Batch]:
@@ -101,9 +110,10 @@ def frequent_ids(examples: Iterable[Example], num_ids: int, vocab_size: int) -> 
 
 
 class HiddenCache:
-    """Hidden states of batches, computed when they are first asked for and kept in a folder within a budget.
+    """Hidden states of examples, computed when they are first asked for and kept in a folder within a budget.
 
-    What does not fit into the budget is computed every time. A file appears whole or not at all.
+    What does not fit into the budget is computed every time. A file, of one example, appears whole or not at all, and
+    serves every batch that the example is in.
 
     Args:
         target: with the features of the head.
@@ -128,30 +138,38 @@ class HiddenCache:
 
     def get(self, batch: Batch) -> Hidden:
         """Hidden states of `batch`, on the target's device."""
-        path = self._folder / f"{batch.name}.safetensors"
-        if path.is_file():
-            tensors = load_file(path, device=str(self._target.device))
-            return Hidden(**tensors)
+        paths = [self._folder / f"{example.name}.safetensors" for example in batch.examples]
+        if all(path.is_file() for path in paths):
+            rows = [load_file(path, device=str(self._target.device)) for path in paths]
+            return Hidden(*(pad_sequence([row[name] for row in rows], batch_first=True) for name in _FIELDS))
         hidden = hidden_of(self._target, batch)
-        tensors = {name: getattr(hidden, name).contiguous() for name in ("of_prompts", "of_inputs", "last")}
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if size < self._left:
-            replace(path, lambda temporary: save_file(tensors, temporary))
-            self._left -= size
+        for row, (example, path) in enumerate(zip(batch.examples, paths, strict=True)):
+            lengths = (len(example.prompt) - 1, len(example.output), len(example.output))
+            tensors = {
+                name: getattr(hidden, name)[row, :length].clone() for name, length in zip(_FIELDS, lengths, strict=True)
+            }
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            if size < self._left and not path.is_file():
+                replace(path, partial(save_file, tensors))
+                self._left -= size
         return hidden
 
 
 def hidden_of(target: CausalLM, batch: Batch) -> Hidden:
     """One forward of the target over prompts and outputs."""
     device = target.device
-    outputs = [[token for token in row if token >= 0] for row in batch.tokens.tolist()]
-    whole = pad_rows([[*prompt, *output[:-1]] for prompt, output in zip(batch.prompts, outputs, strict=True)])
+    whole = pad_rows([[*example.prompt, *example.output[:-1]] for example in batch.examples])
     features, last = target.hidden_states(whole)
     sizes = torch.tensor([len(prompt) for prompt in batch.prompts], device=device)
     behind = sizes[:, None] - 1 + torch.arange(batch.tokens.shape[1], device=device)  # place of each input
 
-    def at(values: Tensor, places: Tensor) -> Tensor:
-        places = places.clamp(0, values.shape[1] - 1)
-        return values.gather(1, places[..., None].expand(-1, -1, values.shape[2]))
+    def at(values: Tensor, places: Tensor, is_there: Tensor) -> Tensor:
+        places = places.clamp(0, values.shape[1] - 1)[..., None].expand(-1, -1, values.shape[2])
+        return values.gather(1, places) * is_there[..., None]
 
-    return Hidden(features[:, : int(sizes.max()) - 1], at(features, behind - 1), at(last, behind))
+    is_output = batch.tokens.to(device) >= 0
+    of_prompt = torch.arange(int(sizes.max()) - 1, device=device).expand(len(sizes), -1)
+    is_prompt = of_prompt < sizes[:, None] - 1
+    return Hidden(
+        at(features, of_prompt, is_prompt), at(features, behind - 1, is_output), at(last, behind, is_output)
+    )

@@ -21,23 +21,30 @@ def is_counted(tokens: Tensor, depth: int) -> Tensor:
 class _DraftLoss(torch.autograd.Function):
     """`draft_loss` with its gradient kept from the forward pass, in the dtype of the logits.
 
-    Rows are long and there are many: the composed form reads and writes them several times as often.
+    Rows are long and there are many, so they are read and written a few at a time, while they are in a cache.
     """
 
     @staticmethod
     def forward(ctx: Any, draft_logits: Tensor, target_probs: Tensor, acceptance_weight: float) -> Tensor:
-        log_probs = functional.log_softmax(draft_logits, dim=-1, dtype=torch.float32)
-        loss = -torch.linalg.vecdot(log_probs, target_probs.to(log_probs.dtype))
-        draft_probs = log_probs.exp_()
-        gradient = draft_probs - target_probs
-        if acceptance_weight > 0:
-            accepted = torch.minimum(draft_probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
-            loss = loss - acceptance_weight * accepted[..., 0].log()
-            # d accepted / d logit y = q(y) (1[q(y) < p(y)] - sum_x q(x) 1[q(x) < p(x)])
-            below = draft_probs.masked_fill(draft_probs >= target_probs, 0)
-            of_accepted = below.addcmul(draft_probs, below.sum(-1, keepdim=True), value=-1)
-            gradient = gradient.addcdiv(of_accepted, accepted, value=-acceptance_weight)
-        ctx.save_for_backward(gradient.to(draft_logits.dtype))
+        loss = target_probs.new_empty(draft_logits.shape[:-1])
+        kept = torch.empty_like(draft_logits)
+        num_ids = draft_logits.shape[-1]
+        flat = (draft_logits.reshape(-1, num_ids), target_probs.reshape(-1, num_ids))
+        parts = zip(*(part.split(_ROWS) for part in (*flat, loss.view(-1), kept.view(-1, num_ids))), strict=True)
+        for logits, target, loss_of, gradient_of in parts:
+            log_probs = functional.log_softmax(logits, dim=-1, dtype=torch.float32)
+            loss_of.copy_(torch.linalg.vecdot(log_probs, target.to(log_probs.dtype)).neg_())
+            probs = log_probs.exp_()
+            gradient = probs - target
+            if acceptance_weight > 0:
+                accepted = torch.minimum(probs, target).sum(-1, keepdim=True).clamp(min=TINY)
+                loss_of.sub_(accepted[..., 0].log(), alpha=acceptance_weight)
+                # d accepted / d logit y = q(y) (1[q(y) < p(y)] - sum_x q(x) 1[q(x) < p(x)])
+                below = probs.masked_fill(probs >= target, 0)
+                of_accepted = below.addcmul(probs, below.sum(-1, keepdim=True), value=-1)
+                gradient.addcdiv_(of_accepted, accepted, value=-acceptance_weight)
+            gradient_of.copy_(gradient)
+        ctx.save_for_backward(kept)
         return loss
 
     @staticmethod
@@ -46,6 +53,7 @@ class _DraftLoss(torch.autograd.Function):
         return gradient * grads[0][..., None].to(gradient.dtype), None, None
 
 
+_ROWS = 32
 TINY = 1e-6
 
 

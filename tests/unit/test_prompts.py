@@ -30,6 +30,7 @@ from spectoolkit.prompts import (
     load_datasets,
     load_human_eval,
     load_jsonl,
+    load_self_written,
     render,
     spread,
 )
@@ -96,7 +97,6 @@ def test_prompt_holds_either_messages_or_text():
         ({"id": "a", "category": "c", "text": "one", "messages": CONVERSATION}, "got both"),
         ({"id": "a", "category": "c", "text": " \n"}, "prompt 'a' text: expected a non-empty string"),
         ({"id": "a", "category": "c", "text": "\ud800"}, "lone surrogate"),
-        ({"id": "a", "category": "c", "messages": ()}, "at least one message; got none"),
         ({"id": "a", "category": "c", "messages": CONVERSATION[:2]}, "last message to be the user's; got .*assistant"),
         ({"id": "", "category": "c", "text": "one"}, "prompt id: expected a non-empty string"),
         ({"id": "a", "category": 3, "text": "one"}, r"prompt category: expected a non-empty string; got 3 \(int\)"),
@@ -487,6 +487,19 @@ def test_render_to_nothing(tokenizer, chat_template):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
     with pytest.raises(UsageError, match="prompt 'a': expected at least one token"):
         render(Prompt("a", "c", text="one"), tokenizer, chat_template=chat_template)
+
+
+def test_a_conversation_that_has_not_begun_ends_where_the_user_begins(tokenizer):
+    first, second = load_self_written(2, seed=3)
+    assert first.id != second.id != load_self_written(2, seed=4)[1].id
+    assert words(render(first, tokenizer, chat_template=True)) == "user :"
+    with pytest.raises(UsageError, match=r"a conversation without messages needs prompts.chat_template=true"):
+        render(first, tokenizer, chat_template=False)
+    with pytest.raises(UsageError, match="limit: expected a whole number of at least 1"):
+        load_self_written(0)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("['content']", "['content'] | upper")
+    with pytest.raises(UsageError, match="a chat template that writes the user's words once, as they are"):
+        render(first, tokenizer, chat_template=True)
 
 
 def test_every_builtin_prompt_renders(tokenizer):

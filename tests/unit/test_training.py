@@ -6,14 +6,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from spectoolkit import config
 from spectoolkit.composed_prompts import load_composed
 from spectoolkit.errors import RunError, UsageError
 from spectoolkit.models.eagle3 import Eagle3, Eagle3Config
-from spectoolkit.models.eagle3_start import fresh_head, head_config, with_draft_ids
+from spectoolkit.models.eagle3_files import save_eagle3
+from spectoolkit.models.eagle3_start import fresh_head, head_config, trained_head, with_draft_ids
 from spectoolkit.prompts import load_builtin
-from spectoolkit.studies.train_draft_head import shared_prompts
+from spectoolkit.studies.train_draft_head import apart
 from spectoolkit.training.data import Batch, Example, HiddenCache, batches, frequent_ids, hidden_of
 from spectoolkit.training.evaluate import held_out, means
 from spectoolkit.training.loop import Schedule, _losses, train
@@ -67,8 +69,8 @@ def test_batches_hold_every_example_once():
     ]
     assert sorted(seen, key=repr) == sorted(EXAMPLES, key=repr)
     assert all(len(batch.prompts) <= 4 for batch in found)
-    assert [batch.name for batch in found] == [batch.name for batch in batches(EXAMPLES, 4, seed=1)]
-    assert [batch.name for batch in found] != [batch.name for batch in batches(EXAMPLES, 4, seed=2)]
+    assert [batch.examples for batch in found] == [batch.examples for batch in batches(EXAMPLES, 4, seed=1)]
+    assert [batch.examples for batch in found] != [batch.examples for batch in batches(EXAMPLES, 4, seed=2)]
 
 
 def test_frequent_ids_are_the_most_frequent():
@@ -235,12 +237,17 @@ def test_a_fresh_head_begins_as_the_targets_last_layer(target):
     assert isinstance(head_config(tiny_model("gpt2", layers=8), 30), Eagle3Config)
 
 
-def test_prompts_that_share_a_passage_are_counted():
-    held = [tuple(range(100, 120)), tuple(range(200, 220)), (1, 2, 300)]
-    trained = [(1, 2, *range(400, 420)), (1, 2, *range(105, 117), 7), (1, 2, 300)]
-    assert shared_prompts(trained, [(1, 2, *prompt) for prompt in held[:2]]) == 1
-    assert shared_prompts([(1, 2, *range(105, 116), 7)], [(1, 2, *held[0])]) == 0
-    assert shared_prompts(trained, [(1, 2, *held[1]), (1, 2, 300)]) == 1
+def test_text_that_shares_a_passage_with_a_held_out_prompt_is_left_out():
+    held = [(1, 2, *range(100, 120)), (1, 2, *range(200, 220)), (1, 2, 300)]
+    plain = Example((1, 2, *range(400, 420)), tuple(range(20)))
+    near = Example((1, 2, *range(400, 420)), tuple(range(105, 116)))  # 11 tokens
+    across = Example((1, 2, 7, *range(105, 110)), tuple(range(110, 117)))  # 12 of prompt and output together
+    written = Example((1, 2), (7, *range(205, 217), 7))
+    assert apart([plain, near], held) == ([plain, near], 0)
+    assert apart([across, plain, written, near], held) == ([plain, near], 2)
+    for prompt in [(1, 2, *range(105, 117), 7), (1, 2, 300), held[0]]:
+        with pytest.raises(UsageError, match="got 1 that share 12 consecutive tokens"):
+            apart([plain, Example(prompt, (3, 4)), Example(prompt, (5,))], held)
 
 
 def test_composed_prompts_are_many_different_and_no_prompts_of_another_set():
@@ -295,7 +302,7 @@ def trained(saved_target, tmp_path_factory) -> Path:
     settings = json.loads(long_context.read_text()) | {"max_position_embeddings": 2000}
     long_context.write_text(json.dumps(settings))
     text = config.plan(overrides(saved_target, folder)).run()
-    assert "of which none shares 12 consecutive tokens with a training prompt" in text
+    assert "of which none shares 12 consecutive tokens with the training text" in text
     return folder
 
 
@@ -333,6 +340,35 @@ def test_other_draft_ids_leave_the_states_alone(target):
         draft.head.lm_head.weight[0] += 1
     with pytest.raises(UsageError, match="whose output layer was not trained"):
         with_draft_ids(draft.head, target, torch.arange(5))
+
+
+def test_a_trained_head_can_be_gone_on_with(saved_target, trained, tmp_path):
+    begin = f"study.start={trained / 'head_without_output'}"
+    text = config.plan(overrides(saved_target, tmp_path, begin, "study.learning_rate=1e-9")).run()
+    assert "the head head_without_output (" in text
+    first, second = (load_file(folder / "head" / "model.safetensors") for folder in (trained, tmp_path))
+    for name in first:
+        torch.testing.assert_close(first[name], second[name])
+    config.plan(overrides(saved_target, tmp_path / "fresh", "study.learning_rate=1e-9")).run()
+    fresh = load_file(tmp_path / "fresh" / "head" / "model.safetensors")
+    assert not torch.allclose(first["fc.weight"], fresh["fc.weight"], rtol=1e-2)
+    with pytest.raises(UsageError, match=r"study.feature_layers: expected null or the layers \[2, 4, 5\]"):
+        config.plan(overrides(saved_target, tmp_path, begin, "study.feature_layers=[0,1,2]")).run()
+    with pytest.raises(UsageError, match="expected a folder or hub repository"):
+        config.plan(overrides(saved_target, tmp_path, "study.start=/nowhere")).run()
+
+
+def test_a_head_with_an_output_layer_of_its_own_keeps_its_ids(target, tmp_path):
+    draft = new_draft(target)
+    with torch.no_grad():
+        draft.head.lm_head.weight[3] += 1
+    save_eagle3(draft.head, tmp_path / "own", "tiny", "X", 2, torch.float16)
+    again = trained_head(target, str(tmp_path / "own"), torch.arange(10, 40))
+    assert torch.equal(again.draft_ids, draft.head.draft_ids)
+    with pytest.raises(UsageError, match="expected the 30 ids of the trained output layer of .*, got 20"):
+        trained_head(target, str(tmp_path / "own"), torch.arange(20))
+    save_eagle3(new_draft(target).head, tmp_path / "plain", "tiny", "X", 2, torch.float16)
+    assert trained_head(target, str(tmp_path / "plain"), torch.arange(20)).draft_ids.tolist() == list(range(20))
 
 
 def test_a_finished_study_trains_no_more(saved_target, trained, monkeypatch):
