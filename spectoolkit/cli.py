@@ -28,8 +28,9 @@ def _run() -> None:
         config.check_overrides([argument for argument in arguments if not argument.startswith("-")])
 
     def task(_: Any) -> None:
-        overrides = list(HydraConfig.get().overrides.task)
-        _reporting(lambda: print(config.plan(overrides).run()))
+        said = HydraConfig.get().overrides
+        searched = [override for override in said.hydra if override.startswith("hydra.searchpath=")]
+        _reporting(lambda: print(config.plan([*searched, *said.task]).run()))
 
     hydra.main(config_path=str(config.config_folder()), config_name="config", version_base="1.3")(task)()
 

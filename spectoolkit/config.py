@@ -9,6 +9,7 @@ import copy
 import importlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -157,7 +159,7 @@ def _pair_cases(
             raise UsageError(f"pairs: expected settings of options of {' and '.join(PAIRED)}, got {pairs!r}")
     for group in PAIRED:
         given = settings.get(group) or {}
-        names = option_names(group)
+        names = option_names(group, overrides)
         if unknown := sorted(given.keys() - set(names)):
             raise UsageError(f"pairs.{group}: expected options among {', '.join(names)}, got {', '.join(unknown)}")
         parts = [
@@ -179,10 +181,24 @@ def _pair_cases(
     return cases
 
 
-def option_names(group: str) -> list[str]:
-    """The options of a config group, those in folders below it ("folder/name") included."""
-    folder = config_folder() / group
-    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+def option_names(group: str, overrides: Sequence[str] = ()) -> list[str]:
+    """The options of a config group, those in folders below it ("folder/name") included.
+
+    Wherever they are found: in the toolkit, in a folder given by --config-dir, or in one of the `hydra.searchpath` that
+    `overrides` say.
+    """
+    with _hydra():
+        loader = GlobalHydra.instance().config_loader()
+
+        def found(place: str, kind: ObjectType) -> list[str]:
+            return loader.get_group_options(f"{group}{place}", kind, "config", list(overrides))
+
+        def below(place: str) -> Iterator[str]:
+            yield from (f"{place}/{name}" for name in found(place, ObjectType.CONFIG))
+            for name in found(place, ObjectType.GROUP):
+                yield from below(f"{place}/{name}")
+
+        return sorted(name.removeprefix("/") for name in below(""))
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -207,14 +223,18 @@ def check_overrides(overrides: Sequence[str]) -> None:
         _compose(point)
 
 
+def _hydra() -> AbstractContextManager[Any]:
+    """Hydra as the command line has started it, else one that looks into the folder of the toolkit's YAML files."""
+    if GlobalHydra.instance().is_initialized():
+        return nullcontext()
+    return initialize_config_dir(str(config_folder()), version_base="1.3")
+
+
 def _compose(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
     """The config, and the chosen option of every group."""
     try:
-        if GlobalHydra.instance().is_initialized():
+        with _hydra():
             config = compose("config", overrides=list(overrides), return_hydra_config=True)
-        else:
-            with initialize_config_dir(str(config_folder()), version_base="1.3"):
-                config = compose("config", overrides=list(overrides), return_hydra_config=True)
         chosen: dict[str, Any] = OmegaConf.to_container(config.hydra.runtime.choices)  # type: ignore[assignment]
         for group in GROUPS:
             if not isinstance(chosen.get(group), str):
