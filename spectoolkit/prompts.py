@@ -216,8 +216,9 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, chat_template: bo
     """Return the token ids of a prompt, a list of shape [tokens] with at least one entry.
 
     With `chat_template` the tokenizer's chat template is applied, ending where the assistant's answer begins, or where
-    the user's first words would be if there is no message; a raw text prompt becomes one user message. Without it the contents of the messages, separated by blank lines and without
-    their roles, are tokenised as plain text with the special tokens that the tokenizer adds by default.
+    the user's first words would be if there is no message; a raw text prompt becomes one user message. Without it the
+    contents of the messages, separated by blank lines and without their roles, are tokenised as plain text with the
+    special tokens that the tokenizer adds by default.
     Raises `UsageError` if the tokenizer has no chat template, the template refuses the messages, or no token results.
     """
     if chat_template:

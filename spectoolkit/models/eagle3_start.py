@@ -113,7 +113,7 @@ def trained_head(target: CausalLM, model: str, draft_ids: Tensor) -> Eagle3Head:
 
 
 def has_output_of(head: Eagle3Head, target: CausalLM) -> bool:
-    """Whether the head's output layer is the target's rows of its draft ids, up to the rounding of a half-precision file."""
+    """Whether the head's output layer is the target's rows of its draft ids, up to the rounding of a float16 file."""
     rows, own = target.output_rows[head.draft_ids].float(), head.lm_head.weight.detach().float()
     return rows.shape == own.shape and torch.allclose(own, rows, rtol=1e-3, atol=1e-6)
 

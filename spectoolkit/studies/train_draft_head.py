@@ -82,6 +82,7 @@ def run(
     learning_rate: float,
     num_depths: int,
     depth_decay: float,
+    temperatures: Sequence[float],
     acceptance_weight: float,
     acceptance_from: float,
     trains_output: bool,
@@ -100,8 +101,8 @@ def run(
         start: folder or hub repository of a head to go on training; null begins with the target's last layer.
         draft_vocab_size: ids that the head can propose: the most frequent ones of the text.
         examples_per_step: outputs in a batch.
-        num_steps, num_warmup, learning_rate, num_depths, depth_decay, acceptance_weight, acceptance_from,
-            trains_output, checkpoint_every: see `training.loop.Schedule`.
+        num_steps, num_warmup, learning_rate, num_depths, depth_decay, temperatures, acceptance_weight,
+            acceptance_from, trains_output, checkpoint_every: see `training.loop.Schedule`.
         num_quick: held-out outputs that the curves are measured on; the table takes all of them.
         feature_cache_gb: disk space for the target's hidden states; what does not fit is computed again and again.
         feature_layers: the target's layers to read; null is low, middle and high as in published heads.
@@ -118,6 +119,7 @@ def run(
         learning_rate=learning_rate,
         num_depths=num_depths,
         depth_decay=depth_decay,
+        temperatures=tuple(float(temperature) for temperature in temperatures),
         acceptance_weight=acceptance_weight,
         acceptance_from=acceptance_from,
         trains_output=trains_output,
@@ -194,7 +196,8 @@ def run(
         "Text": _text_fact(trained) + f"; {num_left_out} outputs left out that share {SHARED_RUN} consecutive tokens "
         "with a held-out prompt",
         "Start": "the target's last layer" if start is None else f"the head {Path(start).name} ({identity['start']})",
-        "Training": f"{num_steps:,} steps of {examples_per_step} outputs",
+        "Training": f"{num_steps:,} steps of {examples_per_step} outputs, laws at T = "
+        f"{', '.join(f'{t:g}' for t in schedule.temperatures)} in turn",
     }
     card = _measure(draft, target, facts, held, config)
     replace_text(store.folder / "held_out.csv", card.by_depth.to_csv(index=False, lineterminator="\n"))
@@ -224,8 +227,8 @@ def apart(trained: Sequence[Example], held: Sequence[Sequence[int]]) -> tuple[li
     num_shared = sum(bool(runs(prompt) & of_held) for prompt in {example.prompt for example in trained})
     if num_shared:
         raise UsageError(
-            f"prompts: expected training prompts apart from the held-out ones, got {num_shared} that share {SHARED_RUN} "
-            "consecutive tokens with one of these"
+            f"prompts: expected training prompts apart from the held-out ones, got {num_shared} that share "
+            f"{SHARED_RUN} consecutive tokens with one of these"
         )
     kept = [example for example in trained if not runs((*example.prompt, *example.output)) & of_held]
     return kept, len(trained) - len(kept)

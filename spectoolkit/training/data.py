@@ -170,6 +170,4 @@ def hidden_of(target: CausalLM, batch: Batch) -> Hidden:
     is_output = batch.tokens.to(device) >= 0
     of_prompt = torch.arange(int(sizes.max()) - 1, device=device).expand(len(sizes), -1)
     is_prompt = of_prompt < sizes[:, None] - 1
-    return Hidden(
-        at(features, of_prompt, is_prompt), at(features, behind - 1, is_output), at(last, behind, is_output)
-    )
+    return Hidden(at(features, of_prompt, is_prompt), at(features, behind - 1, is_output), at(last, behind, is_output))

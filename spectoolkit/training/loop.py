@@ -5,8 +5,9 @@ head's own states, exactly as they will when drafting, with the output's tokens 
 
     sum_j decay^j mean_n L(p_n, q_{n,j}),
 
-p_n the target's law at temperature 1 (soft targets, renormalised over the draft ids), q_{n,j} the head's at depth j,
-and L cross-entropy, joined by the probability of acceptance for the later part of the training (`training.loss`).
+p_n the target's law (soft targets, renormalised over the draft ids), q_{n,j} the head's at depth j, both at a
+temperature that changes from step to step, and L cross-entropy, joined by the probability of acceptance for the later
+part of the training (`training.loss`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Schedule:
         learning_rate: of Muon for matrices (its update scaled to the size of AdamW's) and of AdamW for the rest.
         num_depths: drafts of a step that are trained.
         depth_decay: weight of a depth over that of the one before.
+        temperatures: of both laws in the loss, one after the other over the steps.
         acceptance_weight: w of `training.loss.draft_loss`, from the share `acceptance_from` of the steps on; 0 before.
         trains_output: whether the output layer is trained, or keeps the target's rows.
         checkpoint_every: steps after which everything is written to disk.
@@ -50,6 +52,7 @@ class Schedule:
     learning_rate: float
     num_depths: int
     depth_decay: float
+    temperatures: tuple[float, ...]
     acceptance_weight: float
     acceptance_from: float
     trains_output: bool
@@ -65,6 +68,8 @@ class Schedule:
                 "study: expected learning_rate > 0, 0 < depth_decay <= 1 and num_warmup >= 0, got "
                 f"{self.learning_rate!r}, {self.depth_decay!r} and {self.num_warmup!r}"
             )
+        if not self.temperatures or not all(temperature > 0 for temperature in self.temperatures):
+            raise UsageError(f"study.temperatures: expected numbers > 0, got {list(self.temperatures)!r}")
         if self.acceptance_weight < 0 or not 0 <= self.acceptance_from <= 1:
             raise UsageError(
                 "study: expected acceptance_weight >= 0 and acceptance_from in [0, 1], got "
@@ -74,6 +79,10 @@ class Schedule:
     def weight(self, step: int) -> float:
         """Weight of acceptance in the loss of a step, counted from 0."""
         return self.acceptance_weight if step >= self.acceptance_from * self.num_steps else 0.0
+
+    def temperature(self, step: int) -> float:
+        """Temperature of the laws in the loss of a step, counted from 0."""
+        return self.temperatures[step % len(self.temperatures)]
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
@@ -112,7 +121,7 @@ def train(
     head.lm_head.weight.requires_grad_(schedule.trains_output)
     optimizers = _optimizers(head, schedule)
     output = target.output_rows[head.draft_ids]
-    identity = {**identity, **asdict(schedule)}
+    identity = {**identity, **asdict(schedule), "temperatures": list(schedule.temperatures)}
     log: list[dict[str, float]] = []
     begin, spent = 0, 0.0
     if checkpoint.exists():
@@ -130,7 +139,8 @@ def train(
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = schedule.rate(step)
-        of_depths = _losses(draft, batch, hidden.get(batch), output, schedule.num_depths, schedule.weight(step))
+        temperature, weight = schedule.temperature(step), schedule.weight(step)
+        of_depths = _losses(draft, batch, hidden.get(batch), output, schedule.num_depths, temperature, weight)
         weights = schedule.depth_decay ** torch.arange(schedule.num_depths, device=draft.device)
         (of_depths * weights).sum().backward()
         nn.utils.clip_grad_norm_([p for p in head.parameters() if p.requires_grad], 1.0)
@@ -165,18 +175,24 @@ LOG_EVERY = 20
 
 
 def _losses(
-    draft: Eagle3, batch: Batch, hidden: Hidden, output: Tensor, num_depths: int, acceptance_weight: float
+    draft: Eagle3,
+    batch: Batch,
+    hidden: Hidden,
+    output: Tensor,
+    num_depths: int,
+    temperature: float,
+    acceptance_weight: float,
 ) -> Tensor:
     """[num_depths] mean loss per counted position; `output` [V', D] are the target's output rows."""
     with torch.autocast(draft.device.type, torch.bfloat16, enabled=hidden.last.dtype == torch.bfloat16):
         past = draft.unroll_start(batch.prompts, hidden.of_prompts)
         states, _ = draft.unroll(past, batch.inputs, hidden.of_inputs, num_depths)
         with torch.no_grad():
-            target_probs = torch.softmax((hidden.last @ output.T).float(), dim=-1)
+            target_probs = torch.softmax((hidden.last @ output.T).float() / temperature, dim=-1)
         found = []
         for depth, of_depth in enumerate(states):
             counted = is_counted(batch.tokens, depth)
-            logits = draft.head.logits(of_depth[counted])
+            logits = draft.head.logits(of_depth[counted]) / temperature
             found.append(
                 draft_loss(logits, target_probs[counted], acceptance_weight).sum() / counted.sum().clamp(min=1)
             )

@@ -45,6 +45,7 @@ def schedule(**changes) -> Schedule:
             "learning_rate": 3e-3,
             "num_depths": 2,
             "depth_decay": 0.8,
+            "temperatures": (0.5, 1.0),
             "acceptance_weight": 1.0,
             "acceptance_from": 0.3,
             "trains_output": False,
@@ -84,7 +85,7 @@ def test_losses_are_those_of_live_drafting(target):
     head = tiny_head(target, draft_vocab_size=30)
     batch = Batch.of(EXAMPLES[:6])
     output = target.hf_model.get_output_embeddings().weight[head.head.draft_ids].detach()
-    found = _losses(head, batch, hidden_of(target, batch), output, 3, 0.7)
+    found = _losses(head, batch, hidden_of(target, batch), output, 3, 0.8, 0.7)
     sums, counts = torch.zeros(3).double(), torch.zeros(3)
     for example in EXAMPLES[:6]:
         for s in range(len(example.output)):
@@ -92,13 +93,13 @@ def test_losses_are_those_of_live_drafting(target):
             state = target.prefill([before[:-1]])
             features = target.features(state, torch.tensor([len(before) - 1]))
             logits, _ = target.score(state, torch.tensor([[before[-1], *example.output[s:]]]))
-            target_probs = torch.softmax(logits[0][:, head.head.draft_ids], -1)
+            target_probs = torch.softmax(logits[0][:, head.head.draft_ids] / 0.8, -1)
             draft_logits, stream = head.first(head.start([before], features))
             for depth in range(min(3, len(example.output) - s)):
                 if depth:
                     token = example.output[s + depth - 1]
                     draft_logits, stream = head.next(stream, torch.tensor([[token]]))
-                log_probs = torch.log_softmax(draft_logits[0, 0, head.head.draft_ids], -1)
+                log_probs = torch.log_softmax(draft_logits[0, 0, head.head.draft_ids] / 0.8, -1)
                 accepted = torch.minimum(target_probs[depth], log_probs.exp()).sum()
                 sums[depth] -= (target_probs[depth] * log_probs).sum() + 0.7 * accepted.log()
                 counts[depth] += 1
@@ -365,7 +366,7 @@ def test_a_head_with_an_output_layer_of_its_own_keeps_its_ids(target, tmp_path):
     save_eagle3(draft.head, tmp_path / "own", "tiny", "X", 2, torch.float16)
     again = trained_head(target, str(tmp_path / "own"), torch.arange(10, 40))
     assert torch.equal(again.draft_ids, draft.head.draft_ids)
-    with pytest.raises(UsageError, match="expected the 30 ids of the trained output layer of .*, got 20"):
+    with pytest.raises(UsageError, match=r"expected the 30 ids of the trained output layer of .*, got 20"):
         trained_head(target, str(tmp_path / "own"), torch.arange(20))
     save_eagle3(new_draft(target).head, tmp_path / "plain", "tiny", "X", 2, torch.float16)
     assert trained_head(target, str(tmp_path / "plain"), torch.arange(20)).draft_ids.tolist() == list(range(20))
@@ -391,6 +392,7 @@ def test_other_settings_do_not_meet_the_checkpoint(saved_target, trained):
     [
         (["study.held_out_prompts=jsonl"], "one cell with prompts=jsonl and others"),
         (["study.num_steps=0"], "study.num_steps: expected an integer >= 1, got 0"),
+        (["study.temperatures=[0.5,0]"], r"study.temperatures: expected numbers > 0, got \[0.5, 0.0\]"),
         (["study.depth_decay=0"], "0 < depth_decay <= 1"),
         (["study.acceptance_from=2"], r"acceptance_from in \[0, 1\], got 1.0 and 2"),
         (["study.draft_vocab_size=1000"], "draft_vocab_size: expected a number from 1 to the target's 100, got 1000"),
