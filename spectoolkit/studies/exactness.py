@@ -43,6 +43,7 @@ def check(
     axes: Sequence[str],
     *,
     quick: bool = False,
+    partners: Sequence[str] = (),
     num_cells: int = 64,
     false_alarm: float = 1e-6,
     power: float = 0.999,
@@ -78,14 +79,19 @@ def run(
     axes: Sequence[str],
     config: Mapping[str, Any],
     quick: bool = False,
+    partners: Sequence[str] = (),
     num_cells: int = 64,
     false_alarm: float = 1e-6,
     power: float = 0.999,
 ) -> str:
-    """Enumerate every pair on toys; unless `quick`, decode its samples and test them against the target's own law.
+    """Enumerate every pair on toys; unless `quick`, decode samples of pairs and test them against the target's own law.
+
+    Sampled are the pairs that claim to be lossless, and those wrong on purpose whose other side is one of `partners`: a
+    lossy rule has no claim that samples could contradict, and one pair shows what is wrong as well as ten.
 
     Args:
         quick: leave the target out; nothing is loaded.
+        partners: names of drafters and verifiers.
         num_cells: most probable outputs of a prompt that are counted one by one.
         false_alarm: probability that any pair of the table is rejected although it is lossless; every p-value is
             compared with its share (Bonferroni).
@@ -99,11 +105,15 @@ def run(
     if not cells:
         raise UsageError("exactness: expected a drafter whose output is judged by the law of the request, got none")
     proofs = _proofs(cells)
-    level = false_alarm / len(cells)
+    tested = [] if quick else [i for i, cell in enumerate(cells) if _is_sampled(cell, partners)]
+    level = false_alarm / max(1, len(tested))
     sampled: list[Sampled | None] = [None] * len(cells)
-    if not quick:
-        results = compute(cells, store, config)
-        sampled = list(_sampled(cells, results, num_cells, level, power))
+    if tested:
+        results = compute([cells[i] for i in tested], store, config)
+        for i, test in zip(
+            tested, _sampled([cells[i] for i in tested], results, num_cells, level, power), strict=True
+        ):
+            sampled[i] = test
     findings = [_finding(cell, proof, test, level) for cell, proof, test in zip(cells, proofs, sampled, strict=True)]
     table = _table(cells, axes, findings, sampled)
     notes = _notes(findings, sampled, false_alarm, power, config)
@@ -111,13 +121,22 @@ def run(
     replace_text(store.folder / "table.md", shown)
     replace_text(store.folder / "table.csv", table.to_csv(index=False, lineterminator="\n"))
     replace(store.folder / "table.parquet", lambda path: table.to_parquet(path, index=False))
-    described = [] if quick else store.describe(cells)
+    described = store.describe([cells[i] for i in tested])
     store.write_manifest({"provenance": provenance(), "config": config, "cells": described})
     # A control need not be wrong with every partner, so all partners of one part say nothing of those among them.
     is_one_sided = len({"drafter", "verifier"} & set(axes)) == 1
     if wrong := audit.failures(findings, judges_controls=not is_one_sided):
         raise RunError("\n".join(["exactness: claims do not hold", *wrong, f"(the table: {store.folder}/table.md)"]))
     return f"{shown}\nTable and manifest are in {store.folder}"
+
+
+def _is_sampled(cell: Cell, partners: Sequence[str]) -> bool:
+    drafter, verifier = cell.pair_on(None, 0)
+    if claim_of(drafter, verifier) != audit.CONTROL:
+        return verifier.is_lossless
+    names = (str(cell.settings["drafter.name"]), str(cell.settings["verifier.name"]))
+    ordinary = [name for side, name in zip((drafter, verifier), names, strict=True) if not audit.is_control(side)]
+    return any(name in partners for name in ordinary)
 
 
 def _proofs(cells: Sequence[Cell]) -> list[Proof]:
@@ -214,7 +233,8 @@ def _shown(table: pd.DataFrame, axes: Sequence[str], quick: bool) -> list[dict[s
         shown = {text.short(name): text.value_text(row[name]) for name in names} | {"claim": row["claim"]}
         shown |= {"TV, one step": _tv(row["one_step"]), "TV, two steps": _tv(row["two_steps"])}
         if not quick:
-            shown |= {"p-value": f"{row['p_value']:.2g}", "detects TV": text.number(row["smallest_detectable"], 3)}
+            p_value = text.UNDEFINED if pd.isna(row["p_value"]) else f"{row['p_value']:.2g}"
+            shown |= {"p-value": p_value, "detects TV": text.number(row["smallest_detectable"], 3)}
         rows.append(shown | {"verdict": row["verdict"]})
     return rows
 
@@ -239,9 +259,9 @@ def _notes(
         "Noise over the vocabulary that drafter and verifier share is enumerated for two tokens. "
         + "; ".join(f"{how}: {count} of {len(findings)}" for how, count in ways.items()) + "."
     ]  # fmt: skip
-    if sampled and sampled[0] is not None:
+    if num_sampled := sum(test is not None for test in sampled):
         notes.append(
-            f"*p-value*: {config['samples_per_prompt']:,} outputs of {config['max_new_tokens']} tokens per prompt, "
+            f"*p-value*, of {num_sampled} pairs: {config['samples_per_prompt']:,} outputs of {config['max_new_tokens']} tokens per prompt, "
             f"decoded, against the target's own probabilities. Rejected below {findings[0].level:.2g}, so that the "
             f"whole table has a false alarm with probability {false_alarm:g} at most; *detects TV*: any law at least "
             f"so far from the target's is rejected with probability {power:g} (`spectoolkit/exactness/calibrated.py`)."

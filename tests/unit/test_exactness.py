@@ -461,6 +461,21 @@ def test_a_pair_on_its_own_is_proven_and_tested(tmp_path):
     assert "3,000 outputs" in shown
 
 
+@pytest.mark.parametrize(("drafter", "is_partner"), [("argmax", False), ("same_temperature", True)])
+def test_only_what_samples_could_contradict_is_sampled(tmp_path, drafter, is_partner):
+    overrides = ["experiment=exactness", f"drafter={drafter}", f"folder={tmp_path}", "samples_per_prompt=50"]
+    overrides += ["target=tabular", "draft_model=tabular", "sampling.temperature=1.0"]
+    config.plan(overrides).run()
+    table = pd.read_csv(tmp_path / "table.csv")
+    is_sampled = table["p_value"].notna()
+    assert is_sampled[table["claim"] == "lossless"].all()
+    assert not is_sampled[table["claim"] == "lossy"].any()
+    is_control = table["claim"] == "wrong on purpose"
+    assert (is_sampled[is_control & (table["verifier"] != "rejection")] == is_partner).all()
+    assert set(table["level"]) == {1e-6 / is_sampled.sum()}
+    assert f"of {is_sampled.sum()} pairs: 50 outputs" in (tmp_path / "table.md").read_text()
+
+
 def test_a_false_claim_fails_loudly(tmp_path):
     overrides = [*QUICK, "drafter=same_temperature", "verifier=rejection", f"folder={tmp_path}"]
     with pytest.raises(RunError, match="same_temperature \\+ rejection claims to be lossless"):
