@@ -8,16 +8,16 @@ one variable: noise that comes back in a later step, or has two roles, is integr
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from spectoolkit.batch import draft_noise, verify_noise
+from spectoolkit.chains import keep_chain, proposal_probs, score_proposal
 from spectoolkit.datatypes import DraftNoise, Request, SamplingParams, Uniforms
 from spectoolkit.exactness.boxes import Boxes, integrate
 from spectoolkit.exactness.target_law import next_probs
@@ -69,7 +69,9 @@ def prove(make_pair: MakePair) -> Proof:
     """Enumerate a pair on random toys: one step with three tokens, two steps with two, K = 2.
 
     A pair with noise over the vocabulary that drafter and verifier share is enumerated with two tokens throughout,
-    where the noise of a position is a single uniform (`traced.TracedKeys`).
+    where the noise of a position is a single uniform (`traced.TracedKeys`). A step of a drafter of several chains is
+    enumerated behind every pair of tokens: how its second candidate is judged matters only where at least two tokens
+    are more probable under the target than under the draft, which one pair of rows need not have.
     """
     try:
         return Proof(_distance(make_pair, 3, 1), _distance(make_pair, 2, 2), "enumerated, V = 3 and 2, K = 2")
@@ -83,9 +85,12 @@ def _distance(make_pair: MakePair, vocab_size: int, num_steps: int, num_draft_to
     target = cast(LanguageModel, random_tabular(vocab_size, order=2, seed=0))
     draft = cast(LanguageModel, blend_tabular(target, weight=0.3, seed=1))
     drafter, verifier = make_pair(draft, vocab_size)
+    prompts = [PROMPT]
+    if num_steps == 1 and hasattr(drafter, "num_chains"):
+        prompts = [(*PROMPT[:2], *context) for context in itertools.product(range(vocab_size), repeat=2)]
     found = []
-    for params in SETTINGS:
-        request = Request("toy", PROMPT, num_steps * (num_draft_tokens + 1), params)
+    for prompt, params in itertools.product(prompts, SETTINGS):
+        request = Request("toy", prompt, num_steps * (num_draft_tokens + 1), params)
         blocks = emitted_blocks(target, drafter, verifier, request, num_draft_tokens, num_steps)
         found.append(distance(target, request, blocks))
     return max(found)
@@ -143,22 +148,24 @@ def _steps(
     """Tokens that each box emits in steps of the loop of `decode.decode`, one block behind the other, padded."""
     size = len(boxes)
     seeds, keys = torch.full((size,), request.seed), torch.full((size,), request_key(request.id))
-    sampling = _repeated(_sampling(target, request), size)
+    sampling = _sampling(target, request).repeat(size)
     target_state = target.select(target.prefill([request.prompt[:-1]]), [0] * size)
     draft_state = drafter.start([request.prompt] * size)
     last = torch.full((size, 1), request.prompt[-1])
     budget = torch.full((size,), num_draft_tokens)
+    num_chains = getattr(drafter, "num_chains", None)
     blocks = []
     for _ in range(num_steps):
-        noise = draft_noise(seeds, keys, sampling.num_tokens, num_draft_tokens)
+        noise = draft_noise(seeds, keys, sampling.num_tokens, num_draft_tokens, num_chains)
         proposal, draft_state = drafter.propose(draft_state, sampling, budget, _draft_traced(boxes, noise))
-        tokens = torch.cat([last, proposal.tokens.clamp(min=0)], dim=1)
-        logits, target_state = target.score(target_state, tokens)
-        target_probs = sampling.probs(logits, proposal.tokens, "target")
-        noise = verify_noise(seeds, keys, sampling.num_tokens, proposal.tokens.shape[1])
-        emitted = verifier.verify(target_probs, proposal, _verify_traced(boxes, noise)).emitted
+        logits, target_state = score_proposal(target, target_state, last, proposal)
+        target_probs = proposal_probs(sampling, logits, proposal)
+        noise = verify_noise(seeds, keys, sampling.num_tokens, proposal.tokens.shape[-1], proposal.num_chains)
+        verdict = verifier.verify(target_probs, proposal, _verify_traced(boxes, noise))
+        emitted = verdict.emitted
         sampling = sampling.commit(emitted)
         last = take(emitted, row_lengths(emitted) - 1)[:, None]
+        target_state = keep_chain(target, target_state, proposal, verdict)
         target_state = target.rollback(target_state, sampling.num_tokens - 1)
         draft_state = drafter.commit(draft_state, emitted)
         blocks.append(emitted)
@@ -176,20 +183,6 @@ def _verify_traced(boxes: Boxes, noise: Uniforms) -> Uniforms:
 
 def _sampling(target: LanguageModel, request: Request) -> SamplingState:
     return SamplingState.of([request.id], [request.params], [request.prompt], [()], target.vocab_size)
-
-
-def _repeated(state: Any, size: int) -> Any:
-    """The state of one request as that of `size` equal ones."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(state):
-        value = getattr(state, field.name)
-        if isinstance(value, Tensor):
-            changed[field.name] = value.expand(size, *value.shape[1:])
-        elif isinstance(value, tuple):
-            changed[field.name] = value * size
-        elif dataclasses.is_dataclass(value):
-            changed[field.name] = _repeated(value, size)
-    return dataclasses.replace(state, **changed)
 
 
 def distance(target: LanguageModel, request: Request, blocks: dict[tuple[int, ...], float]) -> float:
