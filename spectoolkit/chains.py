@@ -18,7 +18,7 @@ from spectoolkit.sampling import SamplingState
 
 
 def score_proposal(target: LanguageModel, state: Any, last_tokens: Tensor, proposal: Proposal) -> tuple[Tensor, Any]:
-    """Logits [B * C, K+1, V] behind the last tokens [B, 1] and each draft, and the state with all of them, [B * C] rows.
+    """Logits [B * C, K+1, V] behind the last tokens [B, 1] and behind each draft, and the state of these B * C rows.
 
     C is 1 where the proposal has no chains.
     """

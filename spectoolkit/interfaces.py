@@ -6,7 +6,7 @@ The loop (`decode`) keeps these invariants on every row b, n_b being its number 
 * a proposal is scored in one forward over [last token, d_1 .. d_K], whose row i is the law of draft d_{i+1};
 * after verification the cache is rolled back to the new n_b - 1 by changing lengths: nothing is recomputed.
 
-A proposal of C chains is scored in one forward of B * C rows, copies of the B; the chain that the verdict names is kept.
+A proposal of C chains is scored in one forward of B * C rows, copies of the B; the verdict says which chain is kept.
 
 State is a value that the caller threads through: two states used alternately behave as one after the other. A state is
 consumed by the call that takes it (its buffers may be reused), so only the returned one is used afterwards.

@@ -11,7 +11,7 @@ the words are absorbed one after the other from h = 0, then mixed once more:
     bits = mix(absorb(absorb(absorb(absorb(0, seed), request key), 4 * start + role), position))
     u    = (bits >> 11) / 2^53
 
-Where a step drafts several chains, chain 0 has these numbers, and for a chain c > 0 one more word, c, is absorbed behind
+Where a step drafts several chains, chain 0 has these numbers; for a chain c > 0 one more word, c, is absorbed behind
 the position.
 
 Noise that drafter and verifier share does not know the step: there the words are (seed, request key,

@@ -1,7 +1,7 @@
 """Rules that are wrong on purpose, each with one fault that was shipped somewhere: what a test of exactness must catch.
 
-Each is `Rejection` (or `Recursive`) but for one part. They are no research options: nothing exports them, and only the names
-`verifier=wrong/...` lead to them. The faults of drafting are in `drafters.negative_controls`.
+Each is `Rejection`, or `Recursive`, but for one part. They are no research options: nothing exports them, and only the
+names `verifier=wrong/...` lead to them. The faults of drafting are in `drafters.negative_controls`.
 """
 
 from __future__ import annotations
