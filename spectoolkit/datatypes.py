@@ -191,7 +191,10 @@ class Chains:
         return self.probs.shape[1] * vocab_size * dtype_bytes
 
 
-DraftLaw = PointMass | Dense | TopM | SharedNoise | Chains
+SampledLaw = Dense | TopM | SharedNoise
+"""Laws whose fields have a part for every token of one chain."""
+
+DraftLaw = PointMass | SampledLaw | Chains
 
 
 @dataclass(frozen=True, slots=True)

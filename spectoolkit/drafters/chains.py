@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,12 +42,14 @@ class ChainsDrafter(ModelDrafter):
     num_chains: int = 4
     with_replacement: bool = True
 
-    sampled_law: ClassVar[type[DraftLaw]] = Chains
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_chains < 1:
             raise UsageError(f"drafter.num_chains: expected an integer >= 1, got {self.num_chains!r}")
+
+    @property
+    def laws(self) -> tuple[type[DraftLaw], ...]:
+        return (Chains,)
 
     @property
     def is_argmax(self) -> bool:

@@ -9,7 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import LARGEST, PAD, Dense, DraftLaw, DraftNoise, PointMass, Proposal, SamplingParams
+from spectoolkit.datatypes import (
+    LARGEST,
+    PAD,
+    Dense,
+    DraftLaw,
+    DraftNoise,
+    PointMass,
+    Proposal,
+    SampledLaw,
+    SamplingParams,
+)
 from spectoolkit.drafters.stream import as_stream
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.draw import draw
@@ -47,7 +57,7 @@ class ModelDrafter:
     top_p: float | None = None
     min_p: float | None = None
 
-    sampled_law: ClassVar[type[DraftLaw]] = Dense
+    sampled_law: ClassVar[type[SampledLaw]] = Dense
 
     def __post_init__(self) -> None:
         given = [value for value in (self.ratio, self.constant) if value is not None]

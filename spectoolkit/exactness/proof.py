@@ -33,6 +33,9 @@ EXACT = 1e-12
 """Total variation up to which two laws count as equal: rounding of float64 sums over some ten thousand boxes."""
 
 PROMPT = (0, 1, 0, 1)
+PROMPT_OF_CHAINS = (0, 1, 0, 0)
+"""Behind it two of three tokens are more probable under the toy target than under its draft. Elsewhere one token is all
+that a first rejected candidate leaves, and how a second one is judged does not matter."""
 SETTINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2),
@@ -69,9 +72,8 @@ def prove(make_pair: MakePair) -> Proof:
     """Enumerate a pair on random toys: one step with three tokens, two steps with two, K = 2.
 
     A pair with noise over the vocabulary that drafter and verifier share is enumerated with two tokens throughout,
-    where the noise of a position is a single uniform (`traced.TracedKeys`). A step of a drafter of several chains is
-    enumerated behind every pair of tokens: how its second candidate is judged matters only where at least two tokens
-    are more probable under the target than under the draft, which one pair of rows need not have.
+    where the noise of a position is a single uniform (`traced.TracedKeys`). A step of several chains begins behind
+    `PROMPT_OF_CHAINS`.
     """
     try:
         return Proof(_distance(make_pair, 3, 1), _distance(make_pair, 2, 2), "enumerated, V = 3 and 2, K = 2")
@@ -85,11 +87,9 @@ def _distance(make_pair: MakePair, vocab_size: int, num_steps: int, num_draft_to
     target = cast(LanguageModel, random_tabular(vocab_size, order=2, seed=0))
     draft = cast(LanguageModel, blend_tabular(target, weight=0.3, seed=1))
     drafter, verifier = make_pair(draft, vocab_size)
-    prompts = [PROMPT]
-    if num_steps == 1 and hasattr(drafter, "num_chains"):
-        prompts = [(*PROMPT[:2], *context) for context in itertools.product(range(vocab_size), repeat=2)]
+    prompt = PROMPT_OF_CHAINS if num_steps == 1 and hasattr(drafter, "num_chains") else PROMPT
     found = []
-    for prompt, params in itertools.product(prompts, SETTINGS):
+    for params in SETTINGS:
         request = Request("toy", prompt, num_steps * (num_draft_tokens + 1), params)
         blocks = emitted_blocks(target, drafter, verifier, request, num_draft_tokens, num_steps)
         found.append(distance(target, request, blocks))
@@ -110,11 +110,12 @@ def emitted_blocks(
         UntraceableError: the drafter or the verifier does with its noise what cannot be followed.
     """
     longest = num_steps * (num_draft_tokens + 1)
+    noise = _Noise.of(request, longest, num_draft_tokens, getattr(drafter, "num_chains", None))
     base = target.vocab_size + 1
     places = base ** torch.arange(longest)
 
     def program(boxes: Boxes) -> Tensor:
-        emitted = _steps(boxes, target, drafter, verifier, request, num_draft_tokens, num_steps)
+        emitted = _steps(boxes, noise, target, drafter, verifier, request, num_draft_tokens, num_steps)
         return ((emitted + 1) * places[: emitted.shape[1]]).sum(-1)
 
     masses: dict[tuple[int, ...], float] = {}
@@ -136,8 +137,46 @@ def _digits(code: int, base: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class _Noise:
+    """The engine's noise of one request for steps that begin at its position `first` or up to S - 1 behind it.
+
+    Attributes:
+        drafting, verifying: of S rows, one per start.
+    """
+
+    first: int
+    drafting: DraftNoise
+    verifying: Uniforms
+
+    @staticmethod
+    def of(request: Request, num_starts: int, num_draft_tokens: int, num_chains: int | None) -> _Noise:
+        first = len(request.prompt)
+        starts = first + torch.arange(num_starts)
+        seeds, keys = torch.full_like(starts, request.seed), torch.full_like(starts, request_key(request.id))
+        shape = (num_draft_tokens, num_chains)
+        return _Noise(first, draft_noise(seeds, keys, starts, *shape), verify_noise(seeds, keys, starts, *shape))
+
+    def draft(self, boxes: Boxes, starts: Tensor) -> DraftNoise:
+        """Traced, of steps that begin at `starts` [B]."""
+        noise, rows = self.drafting, starts - self.first
+        return DraftNoise(
+            boxes.uniforms(noise.uniforms[rows]), None if noise.shared is None else boxes.keys(noise.shared[rows])
+        )
+
+    def verify(self, boxes: Boxes, starts: Tensor, width: int) -> Uniforms:
+        """The same for proposals of `width` positions; noise does not depend on their number."""
+        noise, rows = self.verifying, starts - self.first
+        return Uniforms(
+            boxes.uniforms(noise.accept[rows, ..., :width]),
+            boxes.uniforms(noise.emit[rows, : width + 1]),
+            None if noise.shared is None else boxes.keys(noise.shared[rows, : width + 1]),
+        )
+
+
 def _steps(
     boxes: Boxes,
+    noise: _Noise,
     target: LanguageModel,
     drafter: Drafter,
     verifier: Verifier,
@@ -147,21 +186,18 @@ def _steps(
 ) -> Tensor:
     """Tokens that each box emits in steps of the loop of `decode.decode`, one block behind the other, padded."""
     size = len(boxes)
-    seeds, keys = torch.full((size,), request.seed), torch.full((size,), request_key(request.id))
     sampling = _sampling(target, request).repeat(size)
     target_state = target.select(target.prefill([request.prompt[:-1]]), [0] * size)
     draft_state = drafter.start([request.prompt] * size)
     last = torch.full((size, 1), request.prompt[-1])
     budget = torch.full((size,), num_draft_tokens)
-    num_chains = getattr(drafter, "num_chains", None)
     blocks = []
     for _ in range(num_steps):
-        noise = draft_noise(seeds, keys, sampling.num_tokens, num_draft_tokens, num_chains)
-        proposal, draft_state = drafter.propose(draft_state, sampling, budget, _draft_traced(boxes, noise))
+        starts = sampling.num_tokens
+        proposal, draft_state = drafter.propose(draft_state, sampling, budget, noise.draft(boxes, starts))
         logits, target_state = score_proposal(target, target_state, last, proposal)
         target_probs = proposal_probs(sampling, logits, proposal)
-        noise = verify_noise(seeds, keys, sampling.num_tokens, proposal.tokens.shape[-1], proposal.num_chains)
-        verdict = verifier.verify(target_probs, proposal, _verify_traced(boxes, noise))
+        verdict = verifier.verify(target_probs, proposal, noise.verify(boxes, starts, proposal.tokens.shape[-1]))
         emitted = verdict.emitted
         sampling = sampling.commit(emitted)
         last = take(emitted, row_lengths(emitted) - 1)[:, None]
@@ -170,15 +206,6 @@ def _steps(
         draft_state = drafter.commit(draft_state, emitted)
         blocks.append(emitted)
     return torch.cat(blocks, dim=1)
-
-
-def _draft_traced(boxes: Boxes, noise: DraftNoise) -> DraftNoise:
-    return DraftNoise(boxes.uniforms(noise.uniforms), None if noise.shared is None else boxes.keys(noise.shared))
-
-
-def _verify_traced(boxes: Boxes, noise: Uniforms) -> Uniforms:
-    shared = None if noise.shared is None else boxes.keys(noise.shared)
-    return Uniforms(boxes.uniforms(noise.accept), boxes.uniforms(noise.emit), shared)
 
 
 def _sampling(target: LanguageModel, request: Request) -> SamplingState:
