@@ -84,7 +84,8 @@ class Batch:
         `keeps_law` is that of the verifier.
 
         Returns:
-            [B, <= K+1] what each row emitted, padded. The one copy from device to host of a step happens here.
+            [B, <= K+1] what each row emitted, padded. The one copy from device to host of a step happens here;
+            several chains take one more (`chains.keep_chain`).
         """
         width = proposal.tokens.shape[-1]
         counts = torch.stack([proposal.lengths, verdict.num_accepted], dim=1)

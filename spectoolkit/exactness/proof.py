@@ -33,9 +33,10 @@ EXACT = 1e-12
 """Total variation up to which two laws count as equal: rounding of float64 sums over some ten thousand boxes."""
 
 PROMPT = (0, 1, 0, 1)
-PROMPT_OF_CHAINS = (0, 1, 0, 0)
-"""Behind it two of three tokens are more probable under the toy target than under its draft. Elsewhere one token is all
-that a first rejected candidate leaves, and how a second one is judged does not matter."""
+PROMPT_OF_CHAINS = (0, 1, 1, 2)
+"""Behind it two of three tokens are more probable under the toy target than under its draft, and a second candidate may
+be accepted or not. Behind `PROMPT` one token is all that a first rejected candidate leaves, so that it does not matter
+how a second one is judged."""
 SETTINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2),

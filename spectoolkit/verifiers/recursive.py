@@ -24,10 +24,10 @@ class Recursive:
         bonus token        ~ p_{K+1}    behind a whole accepted chain
 
     With replacement every q_i is the draft's row q; without, q_i = norm(q without x_1 .. x_{i-1}), so that a token is
-    not tried twice. Whether a position accepts anything depends on it, p and q alone. One chain is `Rejection`.
+    not tried twice. One chain is `Rejection`.
 
-    It gains acceptance length only: the target's forward has C times the rows of an ordinary step, so it pays where a
-    forward of C times the batch costs little more than one of the batch.
+    It gains acceptance length alone: the target's forward has C times the rows of an ordinary step and its cache is
+    copied for every chain, so a step costs C forwards' worth of compute. It can pay only where that is not what limits.
 
     Reference: Miao et al., arXiv 2305.09781, "SpecInfer", multi-step speculative sampling; without replacement Jeon et
     al., arXiv 2402.14160, recursive rejection sampling. We compare u * q(x) < p(x) in float64, as `Rejection` does, and

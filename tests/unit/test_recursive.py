@@ -211,8 +211,11 @@ def test_distinct_drafts_judged_as_independent_ones_are_seen():
             )
         )
 
-    assert found(False).one_step > 0.05
+    assert found(False).one_step > 0.02
     assert found(True).is_exact
+    rule = DistinctAsIndependent()
+    assert rule.is_negative_control
+    assert not rule.is_lossless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +241,7 @@ class SharesAcceptNoise(Recursive):
 )
 def test_chains_need_noise_of_their_own(make, rule):
     found = prove(lambda draft, vocab_size: (make(draft, vocab_size, ratio=1.0, num_chains=2), rule))
-    assert found.one_step > 0.01
+    assert found.one_step > 0.005
 
 
 def test_too_many_boxes_are_not_enumerated(monkeypatch):
