@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import Completion, DraftNoise, Proposal, Request, StepRecord, Uniforms, Verdict
-from spectoolkit.functional.noise import Role, position_keys, request_key, uniforms
+from spectoolkit.functional.noise import Role, chain_uniforms, position_keys, request_key, uniforms
 from spectoolkit.functional.ragged import pad_rows
 from spectoolkit.interfaces import LanguageModel
 from spectoolkit.sampling import SamplingState
@@ -40,6 +40,8 @@ class Row:
 class Batch:
     """At most `batch_size` running requests, and those that wait for a place.
 
+    `num_chains` is that of the drafter (`interfaces.Drafter`).
+
     Attributes:
         rows: the running requests, in the order of the models' rows.
         sampling: their sampling parameters and histories.
@@ -48,10 +50,16 @@ class Batch:
     """
 
     def __init__(
-        self, target: LanguageModel, requests: Sequence[Request], num_draft_tokens: int, batch_size: int
+        self,
+        target: LanguageModel,
+        requests: Sequence[Request],
+        num_draft_tokens: int,
+        batch_size: int,
+        num_chains: int | None = None,
     ) -> None:
         self._target = target
         self._num_draft_tokens = num_draft_tokens
+        self._num_chains = num_chains
         self._waiting = deque(requests)
         self.rows = [Row(self._waiting.popleft()) for _ in range(min(batch_size, len(requests)))]
         self._rows_changed()
@@ -63,12 +71,12 @@ class Batch:
     def draft_noise(self) -> DraftNoise:
         """Noise of K positions, K the largest draft budget of the batch."""
         width = min(self._num_draft_tokens, max(row.remaining for row in self.rows) - 1)
-        return draft_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width)
+        return draft_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width, self._num_chains)
 
     def verify_noise(self, proposal: Proposal) -> Uniforms:
         """The noise that judges `proposal`."""
-        width = proposal.tokens.shape[1]
-        return verify_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width)
+        width = proposal.tokens.shape[-1]
+        return verify_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width, proposal.num_chains)
 
     def commit(self, proposal: Proposal, verdict: Verdict, keeps_law: bool) -> Tensor:
         """Take over a verdict: cut every block where its request ends, and record the step.
@@ -76,9 +84,10 @@ class Batch:
         `keeps_law` is that of the verifier.
 
         Returns:
-            [B, <= K+1] what each row emitted, padded. The one copy from device to host of a step happens here.
+            [B, <= K+1] what each row emitted, padded. The one copy from device to host of a step happens here;
+            several chains take one more (`chains.keep_chain`).
         """
-        width = proposal.tokens.shape[1]
+        width = proposal.tokens.shape[-1]
         counts = torch.stack([proposal.lengths, verdict.num_accepted], dim=1)
         decided = torch.cat([counts, verdict.emitted, verdict.judged_alone.long()], dim=1).tolist()
         draft_bytes = proposal.law.bytes_per_token(self._target.vocab_size) if keeps_law else 0
@@ -154,20 +163,33 @@ class Batch:
         return torch.tensor(budget, device=self._target.device)
 
 
-def draft_noise(seeds: Tensor, request_keys: Tensor, starts: Tensor, num_draft_tokens: int) -> DraftNoise:
+def draft_noise(
+    seeds: Tensor, request_keys: Tensor, starts: Tensor, num_draft_tokens: int, num_chains: int | None = None
+) -> DraftNoise:
     """The noise of a proposal of K tokens per row, for steps that begin at the positions `starts` [B]."""
     key = (seeds, request_keys, starts)
-    return DraftNoise(uniforms(*key, num_draft_tokens, Role.DRAFT), position_keys(*key, num_draft_tokens))
+    return DraftNoise(_per_draft(*key, num_draft_tokens, Role.DRAFT, num_chains), position_keys(*key, num_draft_tokens))
 
 
-def verify_noise(seeds: Tensor, request_keys: Tensor, starts: Tensor, num_draft_tokens: int) -> Uniforms:
+def verify_noise(
+    seeds: Tensor, request_keys: Tensor, starts: Tensor, num_draft_tokens: int, num_chains: int | None = None
+) -> Uniforms:
     """The noise that judges a proposal of K tokens per row, for steps that begin at the positions `starts` [B]."""
     key = (seeds, request_keys, starts)
     return Uniforms(
-        uniforms(*key, num_draft_tokens, Role.ACCEPT),
+        _per_draft(*key, num_draft_tokens, Role.ACCEPT, num_chains),
         uniforms(*key, num_draft_tokens + 1, Role.EMIT),
         position_keys(*key, num_draft_tokens + 1),
     )
+
+
+def _per_draft(
+    seeds: Tensor, request_keys: Tensor, starts: Tensor, num_draft_tokens: int, role: Role, num_chains: int | None
+) -> Tensor:
+    """A uniform per draft token: [B, K], or [B, C, K] of chains."""
+    if num_chains is None:
+        return uniforms(seeds, request_keys, starts, num_draft_tokens, role)
+    return chain_uniforms(seeds, request_keys, starts, num_draft_tokens, role, num_chains)
 
 
 def cut(

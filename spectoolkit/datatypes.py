@@ -166,7 +166,35 @@ class SharedNoise:
         return 0
 
 
-DraftLaw = PointMass | Dense | TopM | SharedNoise
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Draft law of C chains of tokens behind the same prefix: token i of chain c was drawn from `probs[b, c, i]`.
+
+    With replacement the chains are independent. Without, their first tokens differ: with q the first row, which all
+    chains of a sequence share, they were drawn one after the other from what is left of it,
+
+        x_c ~ norm(q without x_1 .. x_{c-1})
+
+    and a chain for which nothing is left does not exist: it holds `PAD` alone. The first one always exists.
+
+    Attributes:
+        probs: [B, C, K, V], float32 or wider, rows sum to 1; rows past a proposal's length, or of a chain that does not
+            exist, are ignored.
+        with_replacement: whether the chains are independent.
+    """
+
+    probs: Tensor
+    with_replacement: bool
+
+    def bytes_per_token(self, vocab_size: int, dtype_bytes: int = 2) -> int:
+        """Bytes a server keeps per draft position: C rows of V numbers of `dtype_bytes` (one at the first position)."""
+        return self.probs.shape[1] * vocab_size * dtype_bytes
+
+
+SampledLaw = Dense | TopM | SharedNoise
+"""Laws whose fields have a part for every token of one chain."""
+
+DraftLaw = PointMass | SampledLaw | Chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +202,8 @@ class Proposal:
     """The draft tokens of one step, with the law they were *drawn from*.
 
     Attributes:
-        tokens: [B, K] ids, `PAD` from `lengths[b]` on.
-        lengths: [B], 0 <= lengths <= K; a drafter may propose nothing.
+        tokens: [B, K] ids, `PAD` from `lengths[b]` on; [B, C, K] of the law `Chains`.
+        lengths: [B], 0 <= lengths <= K; a drafter may propose nothing. All chains of a sequence have the same.
         law: what the tokens were drawn from; never absent.
     """
 
@@ -183,13 +211,18 @@ class Proposal:
     lengths: Tensor
     law: DraftLaw
 
+    @property
+    def num_chains(self) -> int | None:
+        """C, or None where the tokens have no axis of chains."""
+        return self.tokens.shape[1] if self.tokens.ndim == 3 else None
+
 
 @dataclass(frozen=True, slots=True)
 class DraftNoise:
     """The randomness of one proposal.
 
     Attributes:
-        uniforms: [B, K] float64 in [0, 1), one per draft token.
+        uniforms: [B, K] float64 in [0, 1), one per draft token; [B, C, K] for a drafter of C chains.
         shared: [B, K] int64, a key per position for noise over the whole vocabulary (`functional.draw.gumbel_max`).
             It depends on seed, request and position only: the verifier of the step gets the same, and so does a later
             step for the same position. None where nobody asks for it.
@@ -204,7 +237,7 @@ class Uniforms:
     """The randomness of one verification: numbers in [0, 1), and the keys of the noise that is shared with the drafter.
 
     Attributes:
-        accept: [B, K] float64, one per draft token.
+        accept: [B, K] float64, one per draft token; [B, C, K] where there are C chains.
         emit: [B, K+1] float64, one per position at which a target token may be drawn.
         shared: [B, K+1] int64, as in `DraftNoise`; None where nobody asks for it.
     """
@@ -223,11 +256,13 @@ class Verdict:
         emitted: [B, K+1] ids: accepted prefix, then the recovered or bonus token if the rule emits one, then `PAD`.
         judged_alone: [B, K] bool, whether each draft token passes its own test whatever happened before it;
             False past a proposal's length. Feeds the unmasked acceptance rate only.
+        chain: [B], a chain that begins with the accepted prefix; None where the proposal has no chains.
     """
 
     num_accepted: Tensor
     emitted: Tensor
     judged_alone: Tensor
+    chain: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +273,7 @@ class StepRecord:
         request_id: the request.
         step: 0, 1, ... within the request.
         start: output tokens emitted before the step.
-        drafted: tokens in the proposal.
+        drafted: tokens in the proposal, of one chain where it has several.
         verified: length of the prefix the verifier accepted.
         accepted: accepted tokens that were emitted: `verified` unless the output ended inside the block.
         emitted: tokens the step added to the output.

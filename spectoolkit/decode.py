@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from spectoolkit.batch import Batch
+from spectoolkit.chains import keep_chain, proposal_probs, score_proposal
 from spectoolkit.datatypes import Completion, Proposal, Request
 from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
+from spectoolkit.functional.acceptance import take
 from spectoolkit.functional.ragged import row_lengths
 from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier
 
 Observer = Callable[[Sequence[str], Tensor, Proposal, Tensor], None]
-"""Called with request ids, target_probs [B, K+1, V], the proposal, and what was emitted [B, <= K+1], padded."""
+"""Called with request ids, target_probs [B, K+1, V] (of several chains: those of the one that the verdict names), the
+proposal, and what was emitted [B, <= K+1], padded."""
 
 
 @torch.inference_mode()
@@ -47,23 +50,24 @@ def decode(
         InvalidLogitsError: a model returned a row from which no distribution follows.
     """
     check_requests(target, drafter, verifier, requests, num_draft_tokens, batch_size)
-    batch = Batch(target, requests, num_draft_tokens, batch_size)
+    batch = Batch(target, requests, num_draft_tokens, batch_size, getattr(drafter, "num_chains", None))
     target_state, draft_state = _start(target, drafter, batch.prompts)
     while batch.rows:
         clock = _Clock(target.device)
         proposal, draft_state = drafter.propose(draft_state, batch.sampling, batch.draft_budget, batch.draft_noise())
         draft_s = clock.lap()
 
-        tokens = torch.cat([batch.last_tokens, proposal.tokens.clamp(min=0)], dim=1)
-        logits, target_state = target.score(target_state, tokens)
+        logits, target_state = score_proposal(target, target_state, batch.last_tokens, proposal)
         target_s = clock.lap()
 
-        target_probs = batch.sampling.probs(logits, proposal.tokens, "target")
+        target_probs = proposal_probs(batch.sampling, logits, proposal)
         verdict = verifier.verify(target_probs, proposal, batch.verify_noise(proposal))
 
         emitted = batch.commit(proposal, verdict, verifier.keeps_law)
         if observe is not None:
-            observe(batch.sampling.request_ids, target_probs, proposal, emitted)
+            rows = target_probs if verdict.chain is None else take(target_probs, verdict.chain)
+            observe(batch.sampling.request_ids, rows, proposal, emitted)
+        target_state = keep_chain(target, target_state, proposal, verdict)
         target_state = target.rollback(target_state, batch.sampling.num_tokens - 1)
         features = _features(target, drafter, target_state, row_lengths(emitted))
         draft_state = drafter.commit(draft_state, emitted, features)

@@ -6,6 +6,8 @@ The loop (`decode`) keeps these invariants on every row b, n_b being its number 
 * a proposal is scored in one forward over [last token, d_1 .. d_K], whose row i is the law of draft d_{i+1};
 * after verification the cache is rolled back to the new n_b - 1 by changing lengths: nothing is recomputed.
 
+A proposal of C chains is scored in one forward of B * C rows, copies of the B; the verdict says which chain is kept.
+
 State is a value that the caller threads through: two states used alternately behave as one after the other. A state is
 consumed by the call that takes it (its buffers may be reused), so only the returned one is used afterwards.
 """
@@ -65,7 +67,10 @@ class LanguageModel(Protocol):
         ...
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
-        """The state of `rows`, in that order."""
+        """The state of `rows`, in that order. A row may come several times and is copied each time.
+
+        The given state stays usable as it was, unless `rows` are all its rows in their order.
+        """
         ...
 
     def insert(self, state: Any, rows: Sequence[int], other: Any) -> Any:
@@ -112,7 +117,10 @@ class DraftStream(Protocol):
         ...
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
-        """The state of `rows`, in that order."""
+        """The state of `rows`, in that order. A row may come several times and is copied each time.
+
+        The given state stays usable as it was, unless `rows` are all its rows in their order.
+        """
         ...
 
     def insert(self, state: Any, rows: Sequence[int], other: Any) -> Any:
@@ -145,6 +153,9 @@ class Drafter(Protocol):
 
     Contract: *the law of a proposal is the law its tokens were drawn from*. Whether position i is proposed may depend
     on earlier tokens and on row i, never on the token drawn at i: dropping a draw after seeing it biases the output.
+
+    A drafter of the law `datatypes.Chains` says how many chains there are by an attribute `num_chains`, and is given
+    noise for each of them.
     """
 
     @property
@@ -217,5 +228,8 @@ class Verifier(Protocol):
     def keeps_law(self) -> bool: ...
 
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
-        """Judge `proposal` against `target_probs` [B, K+1, V]: row i is the law at draft i, row K the bonus's."""
+        """Judge `proposal` against `target_probs` [B, K+1, V]: row i is the law at draft i, row K the bonus's.
+
+        [B, C, K+1, V] for a proposal of chains; the verdict on them names one that begins with the accepted prefix.
+        """
         ...

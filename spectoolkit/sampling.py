@@ -93,6 +93,24 @@ class SamplingState:
             min_p=column(min_p, self.min_p, 0.0, torch.float64),
         )
 
+    def repeat(self, times: int) -> SamplingState:
+        """[B * C] rows, C = `times` equal ones for each request, one behind the other."""
+        if times == 1:
+            return self
+
+        def repeated(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.repeat_interleave(times, 0)
+
+        return SamplingState(
+            request_ids=tuple(request_id for request_id in self.request_ids for _ in range(times)),
+            num_tokens=self.num_tokens.repeat_interleave(times, 0),
+            temperature=self.temperature.repeat_interleave(times, 0),
+            top_k=repeated(self.top_k),
+            top_p=repeated(self.top_p),
+            min_p=repeated(self.min_p),
+            penalties=None if self.penalties is None else self.penalties.repeat(times),
+        )
+
     def commit(self, emitted: Tensor) -> SamplingState:
         """The state after `emitted` [B, N] (padded with -1) was added to the outputs."""
         return replace(

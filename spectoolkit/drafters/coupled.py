@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from spectoolkit.datatypes import DraftLaw, DraftNoise, SharedNoise
+from spectoolkit.datatypes import DraftNoise, SampledLaw, SharedNoise
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.draw import gumbel_max
@@ -25,7 +25,7 @@ class CoupledDrafter(ModelDrafter):
     decoding".
     """
 
-    sampled_law: ClassVar[type[DraftLaw]] = SharedNoise
+    sampled_law: ClassVar[type[SampledLaw]] = SharedNoise
 
     def sample(self, probs: Tensor, noise: DraftNoise, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         if noise.shared is None:

@@ -9,7 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import LARGEST, PAD, Dense, DraftLaw, DraftNoise, PointMass, Proposal, SamplingParams
+from spectoolkit.datatypes import (
+    LARGEST,
+    PAD,
+    Dense,
+    DraftLaw,
+    DraftNoise,
+    PointMass,
+    Proposal,
+    SampledLaw,
+    SamplingParams,
+)
 from spectoolkit.drafters.stream import as_stream
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.draw import draw
@@ -47,7 +57,7 @@ class ModelDrafter:
     top_p: float | None = None
     min_p: float | None = None
 
-    sampled_law: ClassVar[type[DraftLaw]] = Dense
+    sampled_law: ClassVar[type[SampledLaw]] = Dense
 
     def __post_init__(self) -> None:
         given = [value for value in (self.ratio, self.constant) if value is not None]
@@ -113,27 +123,43 @@ class ModelDrafter:
         self, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
     ) -> tuple[Proposal, Any]:
         num_rows, num_draft_tokens = noise.uniforms.shape
-        tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
         if num_draft_tokens == 0:
+            tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
             return Proposal(tokens, max_tokens, PointMass()), state
+        logits, state = self.stream.first(state)
+        tokens, fields, state = self.draw_tokens(logits, state, sampling, max_tokens, noise)
+        law = PointMass() if self.is_argmax else self.sampled_law(*fields)
+        return Proposal(tokens, max_tokens, law), state
+
+    def draw_tokens(
+        self, logits: Tensor, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
+    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """A proposal from the logits [B, 1, V'] of its first tokens on, and `state`, the stream's, which gave them.
+
+        Returns:
+            Tokens [B, K], `PAD` from `max_tokens` on and behind a `PAD` that `sample` gave; what `sampled_law` keeps of
+            them, nothing of an argmax; and the stream's state.
+        """
+        num_rows, num_draft_tokens = noise.uniforms.shape
+        tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
         beyond = torch.arange(num_draft_tokens, device=tokens.device) >= max_tokens[:, None]
         is_uneven = bool(beyond.any())
         stream = self.stream
-        logits, state = stream.first(state)
         kept: list[tuple[Tensor, ...]] = []
         for i in range(num_draft_tokens):
             if i > 0:
-                logits, state = stream.next(state, tokens[:, -1:])
+                logits, state = stream.next(state, tokens[:, -1:].clamp(min=0))
             if is_uneven:  # rows behind the end of their proposal belong to no token and may hold anything
                 logits = logits.masked_fill(beyond[:, i, None, None], 0)
             probs = self.draft_probs(logits, sampling, tokens)[:, 0]
             drawn, kept_of_row = self.sample(probs, noise, i)
+            if i > 0:
+                drawn = drawn.masked_fill(tokens[:, -1] == PAD, PAD)
             tokens = torch.cat([tokens, drawn[:, None]], dim=1)
             if not self.is_argmax:
                 kept.append(kept_of_row)
-        fields = (torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
-        law = PointMass() if self.is_argmax else self.sampled_law(*fields)
-        return Proposal(tokens.masked_fill(beyond, PAD), max_tokens, law), state
+        fields = tuple(torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
+        return tokens.masked_fill(beyond, PAD), fields, state
 
     def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> Any:
         return self.stream.commit(state, emitted, features)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from spectoolkit.datatypes import Dense, DraftLaw, DraftNoise, Proposal
+from spectoolkit.datatypes import Dense, DraftNoise, Proposal, SampledLaw
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.drafters.top_m import TopMDrafter
 from spectoolkit.errors import ContractError, UsageError
@@ -39,7 +39,7 @@ class TopMReportedRaw(TopMDrafter):
     """Draws from q cut to its m most probable tokens and reports q as it was before the cut."""
 
     is_negative_control: ClassVar[bool] = True
-    sampled_law: ClassVar[type[DraftLaw]] = Dense
+    sampled_law: ClassVar[type[SampledLaw]] = Dense
 
     def sample(self, probs: Tensor, noise: DraftNoise, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         drawn, _ = super().sample(probs, noise, index)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import DraftLaw, DraftNoise, TopM
+from spectoolkit.datatypes import DraftNoise, SampledLaw, TopM
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.draw import draw
@@ -30,7 +30,7 @@ class TopMDrafter(ModelDrafter):
 
     keep: int = 16
 
-    sampled_law: ClassVar[type[DraftLaw]] = TopM
+    sampled_law: ClassVar[type[SampledLaw]] = TopM
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spectoolkit.exactness.traced import MOST_VARIABLES, Cuts, Traced, TracedKeys
+from spectoolkit.exactness.traced import MOST_VARIABLES, Cuts, Traced, TracedKeys, UntraceableError
 
 ROWS_TOGETHER = 8192
+MOST_BOXES = 1 << 18
+"""Boxes that one integral runs the program on, a few seconds' worth on the toys."""
 NEAREST = 2.0**-50
 """A cut nearer than this to another or to the edge of its box counts as the same: what is lost is below the rounding of
 the probabilities, and boxes of no width, which differ by rounding alone, do not multiply."""
@@ -49,19 +51,21 @@ class Boxes:
         return len(self.low)
 
     def uniforms(self, noise: Tensor) -> Tensor:
-        """Traced uniforms in the place of the engine's `noise` [B, N]; equal noise gives the same uniform."""
+        """Traced uniforms in the place of the engine's `noise` [B, ...]; equal noise gives the same uniform."""
         return cast(Tensor, Traced(*self._read(noise), self._cuts))
 
     def keys(self, noise: Tensor) -> Tensor:
-        """Traced keys in the place of the engine's keys of shared noise [B, N]."""
+        """Traced keys in the place of the engine's keys of shared noise [B, ...]."""
         return cast(Tensor, TracedKeys(*self._read(noise), self._cuts))
 
     def _read(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        columns = self._variables.columns(noise)
+        columns = self._variables.columns(noise).flatten(1)
         self._widen(len(self._variables))
         numbers = ((self.low + self.high) / 2).gather(1, columns)
         source = torch.arange(len(self))[:, None] * MOST_VARIABLES + columns
-        return numbers, source, torch.ones_like(numbers), torch.zeros_like(numbers)
+        parts = (numbers, source, torch.ones_like(numbers), torch.zeros_like(numbers))
+        numbers, source, scale, shift = (part.view(noise.shape) for part in parts)
+        return numbers, source, scale, shift
 
     def _widen(self, num_variables: int) -> None:
         missing = num_variables - self.low.shape[1]
@@ -115,10 +119,17 @@ def integrate(program: Callable[[Boxes], Any]) -> Iterator[tuple[Any, Tensor, Te
 
     Returns:
         What it gave for a batch of boxes, which rows [B] of that are final, and the volumes [B] of their boxes.
+
+    Raises:
+        UntraceableError: the program branches so often that more than `MOST_BOXES` boxes are needed.
     """
     variables = Variables()
     low, high = torch.zeros(1, 0, dtype=torch.float64), torch.ones(1, 0, dtype=torch.float64)
+    num_boxes = 0
     while len(low):
+        num_boxes += min(len(low), ROWS_TOGETHER)
+        if num_boxes > MOST_BOXES:
+            raise UntraceableError(f"more than {MOST_BOXES:,} boxes of uniforms; fewer drafts or chains need less")
         boxes = Boxes(low[-ROWS_TOGETHER:], high[-ROWS_TOGETHER:], variables)
         low, high = low[:-ROWS_TOGETHER], high[:-ROWS_TOGETHER]
         outcome = program(boxes)

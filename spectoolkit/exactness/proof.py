@@ -8,16 +8,16 @@ one variable: noise that comes back in a later step, or has two roles, is integr
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from spectoolkit.batch import draft_noise, verify_noise
+from spectoolkit.chains import keep_chain, proposal_probs, score_proposal
 from spectoolkit.datatypes import DraftNoise, Request, SamplingParams, Uniforms
 from spectoolkit.exactness.boxes import Boxes, integrate
 from spectoolkit.exactness.target_law import next_probs
@@ -33,6 +33,10 @@ EXACT = 1e-12
 """Total variation up to which two laws count as equal: rounding of float64 sums over some ten thousand boxes."""
 
 PROMPT = (0, 1, 0, 1)
+PROMPT_OF_CHAINS = (0, 1, 1, 2)
+"""Behind it two of three tokens are more probable under the toy target than under its draft, and a second candidate may
+be accepted or not. Behind `PROMPT` one token is all that a first rejected candidate leaves, so that it does not matter
+how a second one is judged."""
 SETTINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2),
@@ -69,7 +73,8 @@ def prove(make_pair: MakePair) -> Proof:
     """Enumerate a pair on random toys: one step with three tokens, two steps with two, K = 2.
 
     A pair with noise over the vocabulary that drafter and verifier share is enumerated with two tokens throughout,
-    where the noise of a position is a single uniform (`traced.TracedKeys`).
+    where the noise of a position is a single uniform (`traced.TracedKeys`). A step of several chains begins behind
+    `PROMPT_OF_CHAINS`.
     """
     try:
         return Proof(_distance(make_pair, 3, 1), _distance(make_pair, 2, 2), "enumerated, V = 3 and 2, K = 2")
@@ -83,9 +88,10 @@ def _distance(make_pair: MakePair, vocab_size: int, num_steps: int, num_draft_to
     target = cast(LanguageModel, random_tabular(vocab_size, order=2, seed=0))
     draft = cast(LanguageModel, blend_tabular(target, weight=0.3, seed=1))
     drafter, verifier = make_pair(draft, vocab_size)
+    prompt = PROMPT_OF_CHAINS if num_steps == 1 and hasattr(drafter, "num_chains") else PROMPT
     found = []
     for params in SETTINGS:
-        request = Request("toy", PROMPT, num_steps * (num_draft_tokens + 1), params)
+        request = Request("toy", prompt, num_steps * (num_draft_tokens + 1), params)
         blocks = emitted_blocks(target, drafter, verifier, request, num_draft_tokens, num_steps)
         found.append(distance(target, request, blocks))
     return max(found)
@@ -105,11 +111,12 @@ def emitted_blocks(
         UntraceableError: the drafter or the verifier does with its noise what cannot be followed.
     """
     longest = num_steps * (num_draft_tokens + 1)
+    noise = _Noise.of(request, longest, num_draft_tokens, getattr(drafter, "num_chains", None))
     base = target.vocab_size + 1
     places = base ** torch.arange(longest)
 
     def program(boxes: Boxes) -> Tensor:
-        emitted = _steps(boxes, target, drafter, verifier, request, num_draft_tokens, num_steps)
+        emitted = _steps(boxes, noise, target, drafter, verifier, request, num_draft_tokens, num_steps)
         return ((emitted + 1) * places[: emitted.shape[1]]).sum(-1)
 
     masses: dict[tuple[int, ...], float] = {}
@@ -131,8 +138,46 @@ def _digits(code: int, base: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class _Noise:
+    """The engine's noise of one request for steps that begin at its position `first` or up to S - 1 behind it.
+
+    Attributes:
+        drafting, verifying: of S rows, one per start.
+    """
+
+    first: int
+    drafting: DraftNoise
+    verifying: Uniforms
+
+    @staticmethod
+    def of(request: Request, num_starts: int, num_draft_tokens: int, num_chains: int | None) -> _Noise:
+        first = len(request.prompt)
+        starts = first + torch.arange(num_starts)
+        seeds, keys = torch.full_like(starts, request.seed), torch.full_like(starts, request_key(request.id))
+        shape = (num_draft_tokens, num_chains)
+        return _Noise(first, draft_noise(seeds, keys, starts, *shape), verify_noise(seeds, keys, starts, *shape))
+
+    def draft(self, boxes: Boxes, starts: Tensor) -> DraftNoise:
+        """Traced, of steps that begin at `starts` [B]."""
+        noise, rows = self.drafting, starts - self.first
+        return DraftNoise(
+            boxes.uniforms(noise.uniforms[rows]), None if noise.shared is None else boxes.keys(noise.shared[rows])
+        )
+
+    def verify(self, boxes: Boxes, starts: Tensor, width: int) -> Uniforms:
+        """The same for proposals of `width` positions; noise does not depend on their number."""
+        noise, rows = self.verifying, starts - self.first
+        return Uniforms(
+            boxes.uniforms(noise.accept[rows, ..., :width]),
+            boxes.uniforms(noise.emit[rows, : width + 1]),
+            None if noise.shared is None else boxes.keys(noise.shared[rows, : width + 1]),
+        )
+
+
 def _steps(
     boxes: Boxes,
+    noise: _Noise,
     target: LanguageModel,
     drafter: Drafter,
     verifier: Verifier,
@@ -142,54 +187,30 @@ def _steps(
 ) -> Tensor:
     """Tokens that each box emits in steps of the loop of `decode.decode`, one block behind the other, padded."""
     size = len(boxes)
-    seeds, keys = torch.full((size,), request.seed), torch.full((size,), request_key(request.id))
-    sampling = _repeated(_sampling(target, request), size)
+    sampling = _sampling(target, request).repeat(size)
     target_state = target.select(target.prefill([request.prompt[:-1]]), [0] * size)
     draft_state = drafter.start([request.prompt] * size)
     last = torch.full((size, 1), request.prompt[-1])
     budget = torch.full((size,), num_draft_tokens)
     blocks = []
     for _ in range(num_steps):
-        noise = draft_noise(seeds, keys, sampling.num_tokens, num_draft_tokens)
-        proposal, draft_state = drafter.propose(draft_state, sampling, budget, _draft_traced(boxes, noise))
-        tokens = torch.cat([last, proposal.tokens.clamp(min=0)], dim=1)
-        logits, target_state = target.score(target_state, tokens)
-        target_probs = sampling.probs(logits, proposal.tokens, "target")
-        noise = verify_noise(seeds, keys, sampling.num_tokens, proposal.tokens.shape[1])
-        emitted = verifier.verify(target_probs, proposal, _verify_traced(boxes, noise)).emitted
+        starts = sampling.num_tokens
+        proposal, draft_state = drafter.propose(draft_state, sampling, budget, noise.draft(boxes, starts))
+        logits, target_state = score_proposal(target, target_state, last, proposal)
+        target_probs = proposal_probs(sampling, logits, proposal)
+        verdict = verifier.verify(target_probs, proposal, noise.verify(boxes, starts, proposal.tokens.shape[-1]))
+        emitted = verdict.emitted
         sampling = sampling.commit(emitted)
         last = take(emitted, row_lengths(emitted) - 1)[:, None]
+        target_state = keep_chain(target, target_state, proposal, verdict)
         target_state = target.rollback(target_state, sampling.num_tokens - 1)
         draft_state = drafter.commit(draft_state, emitted)
         blocks.append(emitted)
     return torch.cat(blocks, dim=1)
 
 
-def _draft_traced(boxes: Boxes, noise: DraftNoise) -> DraftNoise:
-    return DraftNoise(boxes.uniforms(noise.uniforms), None if noise.shared is None else boxes.keys(noise.shared))
-
-
-def _verify_traced(boxes: Boxes, noise: Uniforms) -> Uniforms:
-    shared = None if noise.shared is None else boxes.keys(noise.shared)
-    return Uniforms(boxes.uniforms(noise.accept), boxes.uniforms(noise.emit), shared)
-
-
 def _sampling(target: LanguageModel, request: Request) -> SamplingState:
     return SamplingState.of([request.id], [request.params], [request.prompt], [()], target.vocab_size)
-
-
-def _repeated(state: Any, size: int) -> Any:
-    """The state of one request as that of `size` equal ones."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(state):
-        value = getattr(state, field.name)
-        if isinstance(value, Tensor):
-            changed[field.name] = value.expand(size, *value.shape[1:])
-        elif isinstance(value, tuple):
-            changed[field.name] = value * size
-        elif dataclasses.is_dataclass(value):
-            changed[field.name] = _repeated(value, size)
-    return dataclasses.replace(state, **changed)
 
 
 def distance(target: LanguageModel, request: Request, blocks: dict[tuple[int, ...], float]) -> float:

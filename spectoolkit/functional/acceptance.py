@@ -65,9 +65,13 @@ def point_mass_residual(target_probs: Tensor, tokens: Tensor) -> Tensor:
 
     (p - q)+ with q the one-hot row of `tokens` [...]. p itself where nothing is left.
     """
-    index = tokens.clamp(0, target_probs.shape[-1] - 1)[..., None]
-    remaining = torch.where(tokens[..., None] == index, 0, target_probs.gather(-1, index))
-    return _or_else(target_probs.scatter(-1, index, remaining), target_probs)
+    return _or_else(without(target_probs, tokens), target_probs)
+
+
+def without(weights: Tensor, tokens: Tensor) -> Tensor:
+    """Weights [..., V] with that of `tokens` [...] set to 0; -1 takes nothing away."""
+    index = tokens.clamp(0, weights.shape[-1] - 1)[..., None]
+    return weights.scatter(-1, index, torch.where(tokens[..., None] == index, 0, weights.gather(-1, index)))
 
 
 def _or_else(weights: Tensor, otherwise: Tensor) -> Tensor:

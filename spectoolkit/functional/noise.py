@@ -11,6 +11,9 @@ the words are absorbed one after the other from h = 0, then mixed once more:
     bits = mix(absorb(absorb(absorb(absorb(0, seed), request key), 4 * start + role), position))
     u    = (bits >> 11) / 2^53
 
+Where a step drafts several chains, chain 0 has these numbers; for a chain c > 0 one more word, c, is absorbed behind
+the position.
+
 Noise that drafter and verifier share does not know the step: there the words are (seed, request key,
 4 * position + SHARED, token). Its key [B, N] after the third word stands for a number per token of the vocabulary.
 
@@ -56,12 +59,29 @@ def uniforms(seeds: Tensor, request_keys: Tensor, starts: Tensor, num_positions:
         num_positions: N.
         role: what the numbers decide.
     """
+    return _fractions(_position_words(seeds, request_keys, starts, num_positions, role))
+
+
+def chain_uniforms(
+    seeds: Tensor, request_keys: Tensor, starts: Tensor, num_positions: int, role: Role, num_chains: int
+) -> Tensor:
+    """Uniforms [B, C, N] as `uniforms` gives them, for each of C chains; those of chain 0 are the same numbers."""
+    first = _position_words(seeds, request_keys, starts, num_positions, role)[:, None]
+    others = torch.arange(1, num_chains, device=starts.device)[:, None]
+    return _fractions(torch.cat([first, _absorb(first, others)], dim=1))
+
+
+def _position_words(seeds: Tensor, request_keys: Tensor, starts: Tensor, num_positions: int, role: Role) -> Tensor:
+    """[B, N] what four words leave."""
     state = _absorb(torch.zeros_like(seeds), seeds)
     state = _absorb(state, request_keys)
     state = _absorb(state, 4 * starts + int(role))
     positions = starts[:, None] + torch.arange(num_positions, device=starts.device)
-    bits = _mix(_absorb(state[:, None], positions))
-    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+    return _absorb(state[:, None], positions)
+
+
+def _fractions(words: Tensor) -> Tensor:
+    return _shift_right(_mix(words), 11).to(torch.float64) * 2.0**-53
 
 
 def position_keys(seeds: Tensor, request_keys: Tensor, starts: Tensor, num_positions: int) -> Tensor:

@@ -43,6 +43,11 @@ def widen(rows: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=PAD)
 
 
+def repeated(num_rows: int, times: int) -> list[int]:
+    """Each of B rows C = `times` times, one behind the other: what to select for a state of [B * C] rows."""
+    return [row for row in range(num_rows) for _ in range(times)]
+
+
 def put_rows(into: Tensor, at: Sequence[int], rows: Tensor) -> Tensor:
     """A copy of [B, ...] whose rows `at` are `rows`."""
     return into.index_copy(0, torch.tensor(at, dtype=torch.int64, device=into.device), rows)

@@ -92,6 +92,26 @@ class Penalties:
         ids, counted = _countable(emitted, self.output_counts.shape[-1])
         return replace(self, output_counts=self.output_counts.scatter_add(-1, ids, counted.to(torch.int32)))
 
+    def repeat(self, times: int) -> Penalties:
+        """The penalties of [B * C] rows, C = `times` equal ones for each request, one behind the other."""
+
+        def repeated(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.repeat_interleave(times, 0)
+
+        bias_rows = self.bias_rows
+        if bias_rows is not None:
+            bias_rows = (bias_rows[:, None] * times + torch.arange(times, device=bias_rows.device)).flatten()
+        return Penalties(
+            prompt_mask=self.prompt_mask.repeat_interleave(times, 0),
+            output_counts=self.output_counts.repeat_interleave(times, 0),
+            repetition=repeated(self.repetition),
+            frequency=repeated(self.frequency),
+            presence=repeated(self.presence),
+            bias_rows=bias_rows,
+            bias_ids=repeated(self.bias_ids),
+            bias_values=repeated(self.bias_values),
+        )
+
 
 def _count(tokens: Sequence[int], vocab_size: int) -> Tensor:
     inside = [token for token in tokens if 0 <= token < vocab_size]

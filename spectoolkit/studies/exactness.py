@@ -110,9 +110,7 @@ def run(
     sampled: list[Sampled | None] = [None] * len(cells)
     if tested:
         results = compute([cells[i] for i in tested], store, config)
-        for i, test in zip(
-            tested, _sampled([cells[i] for i in tested], results, num_cells, level, power), strict=True
-        ):
+        for i, test in zip(tested, _sampled([cells[i] for i in tested], results, num_cells, level, power), strict=True):
             sampled[i] = test
     findings = [_finding(cell, proof, test, level) for cell, proof, test in zip(cells, proofs, sampled, strict=True)]
     table = _table(cells, axes, findings, sampled)
@@ -261,8 +259,8 @@ def _notes(
     ]  # fmt: skip
     if num_sampled := sum(test is not None for test in sampled):
         notes.append(
-            f"*p-value*, of {num_sampled} pairs: {config['samples_per_prompt']:,} outputs of {config['max_new_tokens']} tokens per prompt, "
-            f"decoded, against the target's own probabilities. Rejected below {findings[0].level:.2g}, so that the "
+            f"*p-value*, of {num_sampled} pairs: {config['samples_per_prompt']:,} outputs of "
+            f"{config['max_new_tokens']} tokens per prompt, decoded, against the target's own probabilities. Rejected below {findings[0].level:.2g}, so that the "
             f"whole table has a false alarm with probability {false_alarm:g} at most; *detects TV*: any law at least "
             f"so far from the target's is rejected with probability {power:g} (`spectoolkit/exactness/calibrated.py`)."
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import Dense, PointMass, Proposal, TopM
+from spectoolkit.datatypes import Chains, Dense, PointMass, Proposal, TopM
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.acceptance import (
     is_drafted,
@@ -19,6 +19,7 @@ from spectoolkit.functional.acceptance import (
     sparse_residual_mass,
     sparse_row,
     take,
+    without,
 )
 
 KNOWN_LAWS = (PointMass, Dense, TopM)
@@ -85,6 +86,42 @@ def residual_masses(target_probs: Tensor, proposal: Proposal, scale: Tensor) -> 
             return sparse_residual_mass(target_probs, ids, probs, scale)
         case law:
             raise _unknown(law)
+
+
+def check_chains(proposal: Proposal) -> Chains:
+    """The law of a proposal of chains.
+
+    Raises:
+        ContractError: another law; a drafted token that its row gives no probability, or a chain that ends early; or
+            first tokens that are equal though they were drawn without replacement.
+    """
+    law, tokens = proposal.law, proposal.tokens
+    if not isinstance(law, Chains):
+        raise ContractError(f"proposal.law: expected Chains, got {type(law).__name__}")
+    num_chains, num_draft_tokens = tokens.shape[1:]
+    if num_draft_tokens == 0:
+        return law
+    first = tokens[:, :, 0]
+    exists = (first >= 0) | (torch.arange(num_chains, device=tokens.device) == 0)
+    is_drawn = exists[..., None] & is_drafted(proposal.lengths, num_draft_tokens)[:, None]
+    is_wrong = (is_drawn & ~(probs_of(law.probs, tokens) > 0)).any()
+    if not law.with_replacement:
+        is_wrong |= ((first[:, :, None] == first[:, None]) & (first >= 0)[:, None]).sum() > (first >= 0).sum()
+    if is_wrong:
+        raise ContractError(
+            "proposal: expected tokens drawn from the law it reports, got a drafted token of probability 0 under it"
+        )
+    return law
+
+
+def candidate_probs(law: Chains, tokens: Tensor, chain: int, position: int) -> Tensor:
+    """The row [B, V] float64 that `tokens[:, chain, position]` was drawn from, given those of the chains before it."""
+    row = law.probs[:, chain, position].to(torch.float64)
+    if law.with_replacement or position > 0 or chain == 0:
+        return row
+    for earlier in range(chain):
+        row = without(row, tokens[:, earlier, position])
+    return row / row.sum(-1, keepdim=True)
 
 
 def _unknown(law: object) -> ContractError:

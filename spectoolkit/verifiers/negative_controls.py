@@ -1,7 +1,7 @@
 """Rules that are wrong on purpose, each with one fault that was shipped somewhere: what a test of exactness must catch.
 
-Each is `Rejection` but for one part. They are no research options: nothing exports them, and only the names
-`verifier=wrong/...` lead to them. The faults of drafting are in `drafters.negative_controls`.
+Each is `Rejection`, or `Recursive`, but for one part. They are no research options: nothing exports them, and only the
+names `verifier=wrong/...` lead to them. The faults of drafting are in `drafters.negative_controls`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import Dense, Proposal, TopM, Uniforms, Verdict
+from spectoolkit.datatypes import Chains, Dense, Proposal, TopM, Uniforms, Verdict
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.acceptance import emitted_block, is_drafted, probs_of, take
 from spectoolkit.functional.noise import position_uniforms
 from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, residual_at, rest_without_draft
 from spectoolkit.verifiers.prefix import prefix_verdict, ratio_test
+from spectoolkit.verifiers.recursive import Recursive
 from spectoolkit.verifiers.rejection import Rejection
 
 
@@ -170,3 +171,21 @@ class RecoveredWithDraftNoise(Rejection):
         drafted = is_drafted(proposal.lengths, uniforms.emit.shape[1])
         emit = torch.where(drafted, position_uniforms(uniforms.shared), uniforms.emit)
         return super().verify(target_probs, proposal, replace(uniforms, emit=emit))
+
+
+@dataclass(frozen=True)
+class DistinctAsIndependent(Recursive):
+    """Distinct drafts are judged as if they had been drawn with replacement: every candidate against q itself.
+
+    The second candidate follows norm(q without x_1). With chains that were drawn with replacement nothing is wrong.
+    Laws: Chains.
+    """
+
+    is_lossless = False
+    is_negative_control = True
+
+    def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
+        """See `interfaces.Verifier`."""
+        if isinstance(proposal.law, Chains):
+            proposal = replace(proposal, law=replace(proposal.law, with_replacement=True))
+        return super().verify(target_probs, proposal, uniforms)

@@ -19,6 +19,8 @@ NEEDS = {
     "draft_model=layer_skip": ["draft_model.skipped_layers=[1]"],
     "draft_model=eagle3": ["draft_model.model=some/head"],
     "drafter=temperature": ["drafter.ratio=0.5"],
+    "verifier=recursive": ["drafter=chains"],
+    "verifier=wrong/distinct_as_independent": ["drafter=distinct_chains"],
     "prompts=jsonl": [],
     "prompts=datasets": [],
 }
@@ -44,7 +46,7 @@ def laws_of(group: str, option: str) -> set[type]:
     if group == "verifier":
         return set(made.laws)
     needed = {"draft_model": None, "vocab_size": 0} if issubclass(made, ModelDrafter) else {}
-    given = dict(need.removeprefix("drafter.").split("=") for need in NEEDS.get(f"{group}={option}", []))
+    given = dict(need.removeprefix("drafter.").split("=") for need in NEEDS.get(f"drafter={option}", []))
     return set(made(**node | needed | {key: yaml.safe_load(value) for key, value in given.items()}).laws)
 
 
@@ -99,7 +101,7 @@ def test_a_part_that_is_wrong_on_purpose_says_so(option):
     assert text.startswith("# WRONG on purpose")
     assert get_object(yaml.safe_load(text)["_target_"]).is_negative_control
     assert name.startswith("wrong/")
-    other = [f"verifier={fitting_verifier(name)}"] if group == "drafter" else []
+    other = [f"verifier={fitting_verifier(name)}"] if group == "drafter" else NEEDS.get(option, [])
     (cell,) = config.plan([*TOY, option, *other, "engine=auto"]).cells
     assert cell.settings["verifier.is_lossless"] is False
     assert cell.engine == "live"
@@ -197,6 +199,8 @@ def test_a_cell_is_known_by_what_can_change_its_numbers():
         (["drafter=temperature"], "exactly one of ratio and constant"),
         (["drafter=top_m", "drafter.keep=0"], r"drafter\.keep: expected an integer >= 1, got 0"),
         (["drafter=top_m", "drafter.keep=2.5"], r"keep: expected int, got 2\.5"),
+        (["drafter=chains", "verifier=recursive", "drafter.num_chains=0"], r"drafter\.num_chains: expected an integer"),
+        (["drafter=chains", "verifier=recursive", "engine=replay"], "Recursive has no given_output"),
         (["drafter=coupled"], r"CoupledDrafter with Rejection: .*'TopM'.*'SharedNoise'"),
         (["+zz=1"], "unknown settings: zz"),
         (["target=hf"], r"no value for model; say target\.model=\.\.\."),

@@ -138,7 +138,9 @@ def live_and_replayed(target, drafter, verifier, asked, k):
     return rows, replay(target, [Strategy(drafter, verifier, k)], outputs)[0][k - 1], outputs
 
 
-@pytest.mark.parametrize(("drafter", "verifier"), pairs(LOSSLESS))
+@pytest.mark.parametrize(
+    ("drafter", "verifier"), pairs({name: rule for name, rule in LOSSLESS.items() if hasattr(rule, "given_output")})
+)
 def test_live_runs_scatter_around_the_replay_of_their_own_outputs(drafter, verifier):
     """The mean difference is within 6.2 standard errors: false alarm below 1e-9 per count; ends and limits included."""
     target, draft = toy_pair(vocab_size=6, order=2, seed=2)

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from spectoolkit.datatypes import Completion, Request, SamplingParams
 from spectoolkit.decode import decode
-from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, NoDrafter, SuffixDrafter, TopMDrafter
+from spectoolkit.drafters import (
+    ChainsDrafter,
+    CoupledDrafter,
+    ModelDrafter,
+    NGramDrafter,
+    NoDrafter,
+    SuffixDrafter,
+    TopMDrafter,
+)
 from spectoolkit.drafters.negative_controls import ArgmaxAsSampled, NoiseByPosition, TopMReportedRaw, TopPOnDraftOnly
 from spectoolkit.models.tabular import TabularModel, blend_tabular, random_tabular
-from spectoolkit.verifiers import Block, Coupled, Lenient, Match, Mixture, Rejection, Relaxed, Threshold, Typical
+from spectoolkit.verifiers import (
+    Block,
+    Coupled,
+    Lenient,
+    Match,
+    Mixture,
+    Recursive,
+    Rejection,
+    Relaxed,
+    Threshold,
+    Typical,
+)
 from spectoolkit.verifiers.negative_controls import (
     AcceptedByTarget,
     BonusByArgmax,
@@ -23,6 +42,7 @@ VERIFIERS = {
     "block": Block(),
     "match": Match(),
     "coupled": Coupled(),
+    "recursive": Recursive(),
     "typical": Typical(),
     "typical_medusa": Typical(recovery="medusa"),
     "relaxed": Relaxed(top_n=2, delta=0.3),
@@ -57,6 +77,8 @@ def drafters(draft, vocab_size: int) -> dict:
         "temperature": ModelDrafter(draft, vocab_size, ratio=0.6),
         "top_m": TopMDrafter(draft, vocab_size, ratio=1.0, keep=2),
         "coupled": CoupledDrafter(draft, vocab_size, ratio=1.0),
+        "chains": ChainsDrafter(draft, vocab_size, ratio=1.0, num_chains=3),
+        "distinct_chains": ChainsDrafter(draft, vocab_size, ratio=1.0, num_chains=3, with_replacement=False),
         "ngram": NGramDrafter(max_ngram=3, min_ngram=1),
         "suffix": SuffixDrafter(max_match=4, max_spec_factor=2.0, min_probability=0.3),
         "none": NoDrafter(),

@@ -163,7 +163,7 @@ def test_noise_that_comes_back_in_the_next_step_is_seen_there():
 def test_noise_of_the_engine_that_comes_back_is_seen(monkeypatch):
     """As if the start of the step were missing in the key of the noise."""
     real = proof.draft_noise
-    monkeypatch.setattr(proof, "draft_noise", lambda seeds, keys, starts, num: real(seeds, keys, 0 * starts, num))
+    monkeypatch.setattr(proof, "draft_noise", lambda seeds, keys, starts, *rest: real(seeds, keys, 0 * starts, *rest))
     found = prove(lambda draft, vocab_size: (ModelDrafter(draft, vocab_size, ratio=1.0), Rejection()))
     assert found.one_step <= EXACT
     assert found.two_steps > 0.01
