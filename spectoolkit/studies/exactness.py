@@ -260,7 +260,8 @@ def _notes(
     if num_sampled := sum(test is not None for test in sampled):
         notes.append(
             f"*p-value*, of {num_sampled} pairs: {config['samples_per_prompt']:,} outputs of "
-            f"{config['max_new_tokens']} tokens per prompt, decoded, against the target's own probabilities. Rejected below {findings[0].level:.2g}, so that the "
+            f"{config['max_new_tokens']} tokens per prompt, decoded, against the target's own "
+            f"probabilities. Rejected below {findings[0].level:.2g}, so that the "
             f"whole table has a false alarm with probability {false_alarm:g} at most; *detects TV*: any law at least "
             f"so far from the target's is rejected with probability {power:g} (`spectoolkit/exactness/calibrated.py`)."
         )
