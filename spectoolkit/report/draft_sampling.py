@@ -37,11 +37,12 @@ def strategy_lines(ax: Axes, found: pd.DataFrame, x: str, metric: str, looks: di
         looks: of every strategy.
     """
     check_rows(found, [x, "strategy", metric, f"{metric}_low", f"{metric}_high", PUBLIC], unique=[x, "strategy"])
-    values = list(dict.fromkeys(found[x]))
-    found = found.assign(place=[value if x == TEMPERATURE else values.index(value) for value in found[x]])
+    values = list(dict.fromkeys(found[x].tolist()))
+    found = found.assign(place=[value if x == TEMPERATURE else values.index(value) for value in found[x].tolist()])
     found["label"] = [_label(name) for name in found["strategy"]]
     reference = {BASE: 1.0} if metric == RATIO else None
-    shown = found[[metric, f"{metric}_low", f"{metric}_high"]].to_numpy(dtype=float).ravel()
+    columns = [metric, f"{metric}_low", f"{metric}_high"]
+    shown = pd.DataFrame(found, columns=columns).to_numpy(dtype=float).ravel()
     if metric == RATIO:
         shown = np.concatenate([shown, found[PUBLIC].to_numpy(dtype=float), [1.0]])
     low, high = np.nanmin(shown), np.nanmax(shown)
@@ -50,10 +51,13 @@ def strategy_lines(ax: Axes, found: pd.DataFrame, x: str, metric: str, looks: di
     named = {_label(name): look for name, look in looks.items()}
     acceptance_length_sweep(ax, found, x="place", line="label", metric=metric, reference=reference, looks=named)
     if metric == RATIO:
-        for name in dict.fromkeys(found["strategy"]):
-            mine = found[(found["strategy"] == name) & np.isfinite(found[PUBLIC].to_numpy(dtype=float))]
-            look = {"color": looks[name]["color"], "marker": "D", "markerfacecolor": "#FFFFFF", "markersize": 4.4}
-            ax.plot(mine["place"], mine[PUBLIC], linestyle=(0, (1, 1.6)), linewidth=0.8, zorder=6, **look)
+        for name in dict.fromkeys(found["strategy"].tolist()):
+            mine = pd.DataFrame(found[found["strategy"] == name])
+            at, published = pd.DataFrame(mine, columns=["place", PUBLIC]).to_numpy(dtype=float).T
+            is_known = np.isfinite(published)
+            look: dict[str, Any] = {"color": looks[name]["color"], "marker": "D", "markerfacecolor": "#FFFFFF"}
+            look |= {"markersize": 4.4, "linestyle": (0, (1, 1.6)), "linewidth": 0.8, "zorder": 6}
+            ax.plot(at[is_known], published[is_known], **look)
     if x != TEMPERATURE:
         ax.set_xticks(range(len(values)), [value_label(value, x) for value in values])
     ax.set_xlabel(LABELS[x])
@@ -71,13 +75,14 @@ def draft_sampling_figure(found: pd.DataFrame, x: str, width_in: float = style.P
         x: column of the abscissa.
         width_in: of the figure.
     """
-    names = [n for n in dict.fromkeys(found["strategy"]) if not n.endswith(", block") or n == f"{BASE}, block"]
-    kept = found.groupby("strategy")["draft_bytes_per_token"].max()
+    names = [n for n in dict.fromkeys(found["strategy"].tolist()) if not n.endswith(", block") or n == f"{BASE}, block"]
+    by_row = zip(found["strategy"].tolist(), found["draft_bytes_per_token"].tolist(), strict=True)
+    kept = {name for name, num_bytes in by_row if num_bytes}
     others = [name for name in names if name != BASE]
     if x == TEMPERATURE:
         parts = [
-            ("nothing kept of the draft law", RATIO, [name for name in others if not kept[name]]),
-            ("rows kept, or a part of them", RATIO, [name for name in others if kept[name]]),
+            ("nothing kept of the draft law", RATIO, [name for name in others if name not in kept]),
+            ("rows kept, or a part of them", RATIO, [name for name in others if name in kept]),
         ]
     else:
         parts = [("acceptance length", LENGTH, names), ("over that of same-temperature drafts", RATIO, others)]
@@ -87,7 +92,7 @@ def draft_sampling_figure(found: pd.DataFrame, x: str, width_in: float = style.P
         labels = [_label(name) for name in names] + [BASE]
         fig, axes = panels(len(parts), labels, top=0.24, width_in=width_in, height_in=2.5, gap=0.42)
         for i, (ax, (title, metric, members)) in enumerate(zip(axes, parts, strict=True)):
-            rows = pd.DataFrame(found[found["strategy"].isin(members)])
+            rows = pd.DataFrame(found[[name in members for name in found["strategy"]]])
             strategy_lines(ax, rows, x, metric, looks)
             has_public = metric == RATIO and np.isfinite(rows[PUBLIC].to_numpy(dtype=float)).any()
             ax.set_title(title + (";  ◇ published" if has_public else ""), loc="left", pad=5)

@@ -41,10 +41,15 @@ def dots(ax: Axes, found: pd.DataFrame, at: np.ndarray, columns: tuple[str, str,
         columns: value, low and high.
     """
     check_rows(found, ["exactness", *columns], unique=[])
-    values = found[list(columns)].to_numpy(dtype=float)
-    for height, (value, low, high), exact in zip(at, values, found["exactness"] == "proven", strict=True):
+    values = pd.DataFrame(found, columns=list(columns)).to_numpy(dtype=float)
+    for height, (value, low, high), exactness in zip(at, values, found["exactness"].tolist(), strict=True):
+        exact = exactness == "proven"
         colour = _EXACT if exact else _OFF
-        look = {"color": colour, "marker": "o" if exact else "s", "markerfacecolor": colour if exact else "#FFFFFF"}
+        look: dict[str, Any] = {
+            "color": colour,
+            "marker": "o" if exact else "s",
+            "markerfacecolor": colour if exact else "#FFFFFF",
+        }
         ax.hlines(height, low, high, color=colour, linewidth=1.2, zorder=2)
         ax.plot([value], [height], markersize=4.6, linestyle="none", clip_on=False, zorder=3, **look)
     ax.grid(axis="y", visible=False)
@@ -63,8 +68,9 @@ def recovered_token_figure(found: pd.DataFrame, public_ratio: float, width_in: f
     columns = [TEMPERATURE, "drafter", "rule", "recovered", "exactness", "two_steps", "base", "verify_share"]
     check_rows(found, [*columns, *_LENGTH, *_SPEED], unique=[])
     names = [_row_label(row) for row in found.to_dict("records")]
-    groups = list(dict.fromkeys(found[TEMPERATURE]))
-    order = [groups.index(t) for t in found[TEMPERATURE]]
+    temperatures = found[TEMPERATURE].tolist()
+    groups = list(dict.fromkeys(temperatures))
+    order = [groups.index(temperature) for temperature in temperatures]
     at = -np.arange(len(found), dtype=float) - 0.9 * np.array(order)  # a heading above each temperature
     with style.paper():
         left = max(text_width_pt(name, style.SMALL_PT) for name in names) / 72 + 0.16
@@ -84,13 +90,13 @@ def recovered_token_figure(found: pd.DataFrame, public_ratio: float, width_in: f
             ax.set_yticks(at, names if ax is lengths else [""] * len(names))
             ax.tick_params(axis="y", length=0)
         for temperature in groups:
-            first = max(at[i] for i, t in enumerate(found[TEMPERATURE]) if t == temperature)
+            first = float(at[temperatures.index(temperature)])
             word = f"temperature {value_text(float(temperature))}"
             lengths.annotate(
                 word, (0, first + 0.85), xycoords=("axes fraction", "data"), xytext=(-4, 0), va="center", ha="right",
                 textcoords="offset points", fontsize=style.SMALL_PT, fontweight="bold", annotation_clip=False,
             )  # fmt: skip
-        for height, verdict, exactness in zip(at, verdicts, found["exactness"], strict=True):
+        for height, verdict, exactness in zip(at, verdicts, found["exactness"].tolist(), strict=True):
             lengths.annotate(
                 verdict, (1, height), xycoords=("axes fraction", "data"), xytext=(5, 0), textcoords="offset points",
                 va="center", fontsize=style.SMALL_PT, color=_EXACT if exactness == "proven" else _OFF,
@@ -100,10 +106,11 @@ def recovered_token_figure(found: pd.DataFrame, public_ratio: float, width_in: f
         speeds.axvline(1, color=_PUBLIC, linewidth=0.6, zorder=1)
         speeds.set_xlabel("tokens per second over its base")
         speeds.set_title("◇ published", loc="left", pad=4)
-        typical = [i for i, row in enumerate(found["rule"]) if row in ("typical, sample", "typical, argmax")]
-        for i in typical:
-            speeds.plot([public_ratio], [at[i]], marker="D", markersize=4.6, color=_PUBLIC, markerfacecolor="#FFFFFF")
-        for height, base, share in zip(at, found["base"], found["verify_share"], strict=True):
+        for height, rule in zip(at, found["rule"].tolist(), strict=True):
+            if rule in ("typical, sample", "typical, argmax"):
+                look: dict[str, Any] = {"marker": "D", "markersize": 4.6, "markerfacecolor": "#FFFFFF"}
+                speeds.plot([public_ratio], [height], color=_PUBLIC, **look)
+        for height, base, share in zip(at, found["base"].tolist(), found["verify_share"].tolist(), strict=True):
             if not base and np.isfinite(share):
                 speeds.annotate(
                     "base", (1, height), xytext=(3, 0), textcoords="offset points", va="center",

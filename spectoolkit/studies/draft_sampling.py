@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,7 +48,7 @@ class Public:
 
 PUBLIC = {
     TEMPERATURE: Public(
-        "vllm-project/vllm #20459",
+        "vllm-project/vllm #16899 and #20459",
         {ARGMAX: {0.0: 3.29, 0.6: 2.95, 0.7: 2.89, 0.8: 2.66}, SAME: {0.0: 3.29, 0.6: 3.30, 0.7: 3.25, 0.8: 3.11}},
     ),
     TOP_K: Public(
@@ -83,7 +83,7 @@ def check(cells: Sequence[Cell], axes: Sequence[str], *, x: str = TEMPERATURE) -
             "draft_sampling: expected drafter=argmax and drafter=same_temperature under verifier=rejection, with "
             f"which the others are compared, got {', '.join(names)} and no {missing[0]}"
         )
-    num_prompts = cells[0].num_requests // int(str(cells[0].settings["samples_per_prompt"]))
+    num_prompts = cells[0].num_requests // int(cells[0].settings["samples_per_prompt"])
     if num_prompts < 2 and sum(name.startswith(CONSTANT) for name in names) > 1:
         raise UsageError(
             "draft_sampling: expected at least 2 prompts, since the best constant is chosen on one half of them and "
@@ -177,15 +177,19 @@ def chosen_on_the_other_half(cells: Sequence[pd.DataFrame]) -> tuple[pd.DataFram
     halves = [set(prompts[0::2]), set(prompts[1::2])]
     parts, chosen = [], []
     for here, other in (halves, halves[::-1]):
-        lengths = [_pooled(rows[rows["cluster"].isin(other)]) for rows in cells]
+        lengths = [_pooled(_of_prompts(rows, other)) for rows in cells]
         best = int(np.argmax(lengths))
-        parts.append(cells[best][cells[best]["cluster"].isin(here)])
+        parts.append(_of_prompts(cells[best], here))
         chosen.append(best)
     return pd.concat(parts, ignore_index=True), (chosen[0], chosen[1])
 
 
+def _of_prompts(rows: pd.DataFrame, prompts: Collection[object]) -> pd.DataFrame:
+    return pd.DataFrame(rows[[cluster in prompts for cluster in rows["cluster"]]])
+
+
 def _pooled(rows: pd.DataFrame) -> float:
-    return float(rows["emitted"].sum() / rows["steps"].sum())
+    return metrics.summarise(rows)["acceptance_length"]
 
 
 def _strategies_at(cells: Sequence[CellResult], x: str, at: float) -> dict[str, tuple[pd.DataFrame, str]]:
@@ -222,14 +226,15 @@ def compared(cells: Sequence[CellResult], x: str, claims: Mapping[str, str] | No
         values = metrics.resample([frame for frame, _ in made.values()], "acceptance_length")
         base = names.index(SAME)
         for i, name in enumerate(names):
-            over = np.divide(*(values.samples[:, j] for j in (i, base)))
+            over = values.samples[:, i] / values.samples[:, base]
             length = metrics.difference(values.estimates[i], values.samples[:, i])
             ratio = metrics.difference(values.estimates[i] / values.estimates[base], over)
             minus = metrics.difference(
                 values.estimates[i] - values.estimates[base], values.samples[:, i] - values.samples[:, base]
             )
-            row = {x: at, "strategy": name, "constants": made[name][1], "exactness": claims.get(name, "")}
-            row["draft_bytes_per_token"] = float(made[name][0]["draft_bytes_per_token"].max())
+            row: dict[str, Any] = {x: at, "strategy": name, "constants": made[name][1]}
+            row |= {"exactness": claims.get(name, "")}
+            row |= {"draft_bytes_per_token": metrics.summarise(made[name][0])["draft_bytes_per_token"]}
             for column, value in (("acceptance_length", length), ("ratio", ratio), ("difference", minus)):
                 row |= dict(zip((column, f"{column}_low", f"{column}_high"), value, strict=True))
             rows.append(row | {"public_ratio": PUBLIC[x].ratio(name, at)})
@@ -242,11 +247,12 @@ def argmax_against(cells: Sequence[CellResult], x: str) -> pd.DataFrame:
     `ahead` is "argmax" or "random" where the interval of the difference (tokens per target forward) excludes 0, "equal"
     where all outputs give the same, else "open".
     """
-    found, rows = _places(cells, x), []
+    found = _places(cells, x)
+    rows: list[dict[str, Any]] = []
     for other in (SAME, ALONE):
         for at in _in_order([value for value, name in found if name == other], x):
-            pair = [cells[found[at, name]].rows for name in (ARGMAX, other)]
-            difference = metrics.paired_difference(*pair, "acceptance_length")
+            argmax, random = (cells[found[at, name]].rows for name in (ARGMAX, other))
+            difference = metrics.paired_difference(argmax, random, "acceptance_length")
             rows.append(
                 {x: at, "random": other}
                 | dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
@@ -291,12 +297,12 @@ def crossover(against: pd.DataFrame, x: str) -> str:
 def _strategy_section(found: pd.DataFrame, x: str) -> list[str]:
     rows = []
     for name in dict.fromkeys(found["strategy"]):
-        mine = found[found["strategy"] == name].to_dict("records")
+        mine = pd.DataFrame(found[found["strategy"] == name]).to_dict("records")
         kept = max(row["draft_bytes_per_token"] for row in mine)
         shown = {"drafts, rule": name, "exactness": mine[0]["exactness"] or text.UNDEFINED}
         shown |= {"kept (bytes)": text.number(kept, 0)}
         rows.append(shown | {_head(row[x], x): text.with_interval(row, "ratio", 3) for row in mine})
-    same = found[found["strategy"] == SAME].to_dict("records")
+    same = pd.DataFrame(found[found["strategy"] == SAME]).to_dict("records")
     lengths = {_head(row[x], x): text.with_interval(row, "acceptance_length") for row in same}
     rows.insert(0, dict.fromkeys(rows[0], "") | {"drafts, rule": f"{SAME}, tokens per forward"} | lengths)
     explanation = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -160,11 +161,11 @@ def check_same_tokens(cells: Sequence[CellResult]) -> None:
     """
     greedy = [c for c in cells if c.settings[TEMPERATURE] == 0 and c.settings["verifier.is_lossless"]]
     for other in greedy[1:]:
-        pairs = zip(greedy[0].rows.itertuples(), other.rows.itertuples(), strict=True)
-        for one, two in pairs:
-            if list(one.tokens) != list(two.tokens):
+        columns = (greedy[0].rows["request_id"], greedy[0].rows["tokens"], other.rows["tokens"])
+        for request_id, one, two in zip(*(column.tolist() for column in columns), strict=True):
+            if list(one) != list(two):
                 raise RunError(
-                    f"recovered_token: expected equal tokens at temperature 0, request {one.request_id!r} differs "
+                    f"recovered_token: expected equal tokens at temperature 0, request {request_id!r} differs "
                     f"between {_name(greedy[0].settings)} and {_name(other.settings)}"
                 )
 
@@ -193,7 +194,6 @@ def compared(
         findings: of the same cells.
         times: index of a timed cell -> what was measured of it, turn by turn (`speed.by_turns`).
     """
-    nothing = float("nan")
     rows: list[dict[str, Any]] = []
     for i, (cell, j, finding) in enumerate(zip(cells, base, findings, strict=True)):
         values = metrics.resample([cell.rows, cells[j].rows], "acceptance_length")
@@ -201,17 +201,16 @@ def compared(
         row: dict[str, Any] = {TEMPERATURE: cell.settings[TEMPERATURE], "drafter": cell.settings["drafter.name"]}
         row |= {"rule": rule(cell.settings), "recovered": RECOVERED[rule(cell.settings)], "claim": finding.claim}
         row |= {"exactness": finding.verdict, "one_step": finding.proof.one_step, "two_steps": finding.proof.two_steps}
-        row |= {"emitted": float(cell.rows["emitted"].sum()), "base": "" if i == j else _name(cells[j].settings)}
+        row |= {"emitted": metrics.summarise(cell.rows)["emitted"], "base": "" if i == j else _name(cells[j].settings)}
         row |= _with_ends("acceptance_length", metrics.difference(mine, samples))
-        none = metrics.Difference(nothing, nothing, nothing)
+        none = metrics.Difference(math.nan, math.nan, math.nan)
         row |= _with_ends("difference", none if i == j else metrics.difference(mine - other, samples - others))
         row |= _with_ends("length_ratio", none if i == j else metrics.difference(mine / other, samples / others))
         for name, of in (("speed_ratio", "tokens_per_s"), ("step_ratio", "step_s")):
             turns = [a[of] / b[of] for a, b in zip(times.get(i, ()), times.get(j, ()), strict=True)] if i != j else []
-            span = (statistics.median(turns), min(turns), max(turns)) if turns else none
-            row |= _with_ends(name, span)
+            row |= _with_ends(name, (statistics.median(turns), min(turns), max(turns)) if turns else none)
         shares = [turn["verify_share"] for turn in times.get(i, ())]
-        rows.append(row | {"verify_share": statistics.median(shares) if shares else nothing})
+        rows.append(row | {"verify_share": statistics.median(shares) if shares else math.nan})
     return pd.DataFrame(rows)
 
 
@@ -250,7 +249,7 @@ def _sections(found: pd.DataFrame, config: Mapping[str, Any], timed: tuple[int, 
             "faster": _faster(row),
         }
         for row in records
-        if row["verify_share"] == row["verify_share"]
+        if not math.isnan(row["verify_share"])
     ]
     return [*parts, "## Speed", text.grid(speeds), _speed_text(timed)]
 
@@ -277,6 +276,6 @@ def _speed_text(timed: tuple[int, int, int]) -> str:
 
 def _faster(row: Mapping[str, Any]) -> str:
     low, high = row["speed_ratio_low"], row["speed_ratio_high"]
-    if low != low:
+    if math.isnan(low):
         return text.UNDEFINED
     return "yes" if low > 1 else "no, slower" if high < 1 else "open"

@@ -44,6 +44,8 @@ def test_every_rule_is_compared_with_its_base():
     assert study.bases(CELLS) == [0, 0, 2, 2, 4, 4]
     both = [*CELLS, cell("rejection", 2, 2, temperature=0.0)]
     assert study.bases(both)[5] == 6  # the one of its own drafter, where there is one
+    looser = [cell("typical", 1, recovery=how, epsilon=0.3) for how in ("first_only", "sample")]
+    assert study.bases([*CELLS, *looser])[6:] == [6, 6]  # of its own thresholds
     with pytest.raises(
         UsageError, match=r"one cell of typical, first_only at .* to compare typical, sample with, got 0"
     ):
