@@ -167,7 +167,7 @@ def sweep_figure(
     with style.paper():
         labels = [label_of(value) for value in looks] + list(reference or {})
         top = 0.08 if panel is None else 0.22
-        fig, axes = _panels(len(values), labels, top=top, width_in=width_in, height_in=height_in)
+        fig, axes = panels(len(values), labels, top=top, width_in=width_in, height_in=height_in)
         set_length_limits(axes[0], overall, metric, reference)
         for i, (ax, value) in enumerate(zip(axes, values, strict=True)):
             rows = overall if panel is None else pd.DataFrame(overall[overall[panel] == value])
@@ -195,20 +195,23 @@ def save(fig: Figure, folder: Path | str, name: str = "figure") -> list[Path]:
         ]
 
 
-def _panels(
-    num_panels: int, labels: list[str], *, top: float, width_in: float, height_in: float
+def panels(
+    num_panels: int, labels: list[str], *, top: float, width_in: float, height_in: float, gap: float = 0.08
 ) -> tuple[Figure, list[Axes]]:
-    """Axes of equal, final size with room for line-end labels right of each: a layout engine would move them later."""
+    """Axes of equal, final size with room for line-end labels right of each: a layout engine would move them later.
+
+    Inches: `top` above the axes, `gap` between a panel's labels and the next panel.
+    """
     fig = Figure(figsize=(width_in, height_in))
     FigureCanvasAgg(fig)
     left, bottom = 0.58, 0.40
     room = max((text_width_pt(label, style.SMALL_PT) for label in labels), default=0.0) / 72 + 0.17
-    each = (width_in - left - num_panels * room - 0.08 * (num_panels - 1)) / num_panels
+    each = (width_in - left - num_panels * room - gap * (num_panels - 1)) / num_panels
     if each < 0.6:
         raise UsageError(f"panels: expected at most what fits {width_in} in with labels beside each, got {num_panels}")
     axes = []
     for i in range(num_panels):
-        start = left + i * (each + room + 0.08)
+        start = left + i * (each + room + gap)
         box = (start / width_in, bottom / height_in, each / width_in, (height_in - bottom - top) / height_in)
         axes.append(fig.add_axes(box))
     return fig, axes

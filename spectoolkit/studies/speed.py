@@ -42,19 +42,7 @@ def run(
     Raises:
         UsageError: fewer than one repetition.
     """
-    if repetitions < 1:
-        raise UsageError(f"study.repetitions: expected an integer >= 1, got {repetitions}")
-    experiments = [cell.build() for cell in cells]
-    for experiment in experiments:  # first calls are slow, and prefills are kept from now on
-        _decode(experiment)
-    turns: list[list[dict[str, float]]] = []
-    with progress_bar(len(cells) * repetitions, "run") as bar:
-        for _ in range(repetitions):
-            turn = []
-            for experiment in experiments:
-                turn.append(_decode(experiment))
-                bar.update(1)
-            turns.append(turn)
+    turns = by_turns([cell.build() for cell in cells], repetitions)
     plain = {c.settings["batch_size"]: i for i, c in enumerate(cells) if c.settings["drafter.name"] == "none"}
     rows = []
     for i, cell in enumerate(cells):
@@ -84,6 +72,31 @@ def run(
     return f"{text}\nTable and manifest are in {store.folder}"
 
 
+def by_turns(experiments: Sequence[Experiment], repetitions: int) -> list[list[dict[str, float]]]:
+    """Turns of the experiments, each decoded once per turn after a first time that does not count.
+
+    What is measured, per turn and experiment: `tokens_per_s` of wall clock; `acceptance_length`; seconds per row and
+    step `step_s` and of its target forward `forward_s`; per draft token `draft_token_s`; `verify_share`, the verifier's
+    part of the steps. A slow moment of the machine hits neighbours alike, so ratios are to be taken within a turn.
+
+    Raises:
+        UsageError: fewer than one repetition.
+    """
+    if repetitions < 1:
+        raise UsageError(f"study.repetitions: expected an integer >= 1, got {repetitions}")
+    for experiment in experiments:  # first calls are slow, and prefills are kept from now on
+        _decode(experiment)
+    turns: list[list[dict[str, float]]] = []
+    with progress_bar(len(experiments) * repetitions, "run") as bar:
+        for _ in range(repetitions):
+            turn = []
+            for experiment in experiments:
+                turn.append(_decode(experiment))
+                bar.update(1)
+            turns.append(turn)
+    return turns
+
+
 def _decode(experiment: Experiment) -> dict[str, float]:
     if experiment.target.device.type == "cuda":
         torch.cuda.synchronize(experiment.target.device)
@@ -92,12 +105,16 @@ def _decode(experiment: Experiment) -> dict[str, float]:
     wall_s = time.perf_counter() - begin
     steps = [step for completion in completions for step in completion.steps]
     emitted, drafted = sum(step.emitted for step in steps), sum(step.drafted for step in steps)
+    verify_s = sum(step.verify_s for step in steps)
+    total_s = verify_s + sum(step.draft_s + step.target_s for step in steps)
     return {
         "tokens_per_s": emitted / wall_s,
         "acceptance_length": emitted / len(steps),
         # Shares of a batch's step: both are costs per row.
         "draft_token_s": sum(step.draft_s for step in steps) / drafted if drafted else 0.0,
         "forward_s": sum(step.target_s for step in steps) / len(steps),
+        "step_s": total_s / len(steps),
+        "verify_share": verify_s / total_s,
     }
 
 

@@ -27,7 +27,10 @@ NEEDS = {
 STUDIES_OF_REAL_MODELS = {"layer_skip_search", "engine_benchmark", "train_draft_head"}
 BENCHMARKS = {"replay_benchmark"}  # measure every time
 TESTED_ELSEWHERE = {"speed"}  # measures every time, too
-FEW = {"exactness": ["samples_per_prompt=300", "drafter=same_temperature"]}  # less of what a study has much of
+FEW = {  # less of what a study has much of
+    "exactness": ["samples_per_prompt=300", "drafter=same_temperature"],
+    "draft_sampling": ["grid.sampling.temperature=[0.0,0.5]"],
+}
 
 
 def options(group: str) -> list[str]:
