@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def strategy_lines(ax: Axes, found: pd.DataFrame, x: str, metric: str, looks: di
     low, high = np.nanmin(shown), np.nanmax(shown)
     pad = 0.06 * (high - low) or 0.1
     ax.set_ylim(low - pad, high + pad)
-    named = {_label(name): look for name, look in looks.items()}
+    named: dict[object, Mapping[str, Any]] = {_label(name): look for name, look in looks.items()}
     acceptance_length_sweep(ax, found, x="place", line="label", metric=metric, reference=reference, looks=named)
     if metric == RATIO:
         for name in dict.fromkeys(found["strategy"].tolist()):

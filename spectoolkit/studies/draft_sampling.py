@@ -344,7 +344,7 @@ def _argmax_section(against: pd.DataFrame, x: str) -> list[str]:
     for row in against.to_dict("records"):
         shown = rows.setdefault(row[x], {text.short(x): figures.value_label(row[x], x)})
         shown[f"minus {row['random']}"] = text.with_interval(row, "difference", 3, sign="+")
-        shown[f"ahead of {row['random']}"] = {"argmax": "yes", "random": "no"}.get(row["ahead"], row["ahead"])
+        shown[f"ahead of {row['random']}"] = {"argmax": "yes", "random": "no"}.get(row["ahead"], str(row["ahead"]))
     summary = [
         f"Against {name} drafts {crossover(pd.DataFrame(against[against['random'] == name]), x)}."
         for name in dict.fromkeys(against["random"])

@@ -236,7 +236,8 @@ def apart(trained: Sequence[Example], held: Sequence[Sequence[int]]) -> tuple[li
 
 def _common_length(sequences: Sequence[Sequence[int]]) -> int:
     """Tokens that all begin with."""
-    shortest, longest = min(sequences), max(sequences)
+    ordered = [tuple(sequence) for sequence in sequences]
+    shortest, longest = min(ordered), max(ordered)
     return next((i for i, token in enumerate(shortest) if token != longest[i]), len(shortest))
 
 
