@@ -19,7 +19,7 @@ from spectoolkit.datatypes import Completion, Proposal, Request
 from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.ragged import row_lengths
-from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier
+from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier, reads_histories
 
 Observer = Callable[[Sequence[str], Tensor, Proposal, Tensor], None]
 """Called with request ids, target_probs [B, K+1, V], the proposal, and what was emitted [B, <= K+1], padded."""
@@ -47,7 +47,8 @@ def decode(
         InvalidLogitsError: a model returned a row from which no distribution follows.
     """
     check_requests(target, drafter, verifier, requests, num_draft_tokens, batch_size)
-    batch = Batch(target, requests, num_draft_tokens, batch_size)
+    keeps_histories = reads_histories(drafter)
+    batch = Batch(target, requests, num_draft_tokens, batch_size, keeps_histories=keeps_histories)
     target_state, draft_state = _start(target, drafter, batch.prompts)
     while batch.rows:
         clock = _Clock(target.device)

@@ -145,6 +145,9 @@ class Drafter(Protocol):
 
     Contract: *the law of a proposal is the law its tokens were drawn from*. Whether position i is proposed may depend
     on earlier tokens and on row i, never on the token drawn at i: dropping a draw after seeing it biases the output.
+
+    A drafter that looks at token histories in `sampling` for a reason of its own says `reads_histories = True`; without
+    it they are there only where a request has a penalty.
     """
 
     @property
@@ -219,3 +222,8 @@ class Verifier(Protocol):
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """Judge `proposal` against `target_probs` [B, K+1, V]: row i is the law at draft i, row K the bonus's."""
         ...
+
+
+def reads_histories(drafter: Drafter) -> bool:
+    """Whether a drafter needs the token histories of every request (see `Drafter`)."""
+    return bool(getattr(drafter, "reads_histories", False))

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 
 from spectoolkit.errors import UsageError
 from spectoolkit.report import style
-from spectoolkit.report.labels import text_width_pt
+from spectoolkit.report.labels import text_width_pt, wrapped
 from spectoolkit.report.plots import check_rows, label_of
 
 _ROW_IN = 0.2
@@ -85,7 +85,7 @@ def accounting_figure(
     with style.paper():
         left, right = max(text_width_pt(row, style.SMALL_PT) for row in rows) / 72 + 0.16, 0.12
         each_pt = 72 * (width_in - left - right) / (len(names) - 0.2)
-        shown = {name: _wrapped(label_of(name), each_pt - 5) for name in names}
+        shown = {name: wrapped(label_of(name), each_pt - 5, style.SMALL_PT) for name in names}
         if max(text_width_pt(line, style.SMALL_PT) for label in shown.values() for line in label) > each_pt - 2:
             raise UsageError(f"strategies: expected at most as many as fit {width_in} in, got {len(names)}")
         names_in = 1.2 * style.SMALL_PT / 72 * max(len(label) for label in shown.values()) + 0.13
@@ -129,15 +129,3 @@ def _name(ax: Axes, text: str, x: float, y: float, is_top: bool, colour: str) ->
         va="bottom" if is_top else "top", color=colour, fontsize=style.SMALL_PT, linespacing=1.05,
         annotation_clip=False,
     )  # fmt: skip
-
-
-def _wrapped(label: str, width_pt: float) -> list[str]:
-    """`label` in lines of at most this width where its words allow; "K = 2" is one word."""
-    lines: list[str] = []
-    for word in label.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}").split(" "):
-        longer = f"{lines[-1]} {word}" if lines else word
-        if lines and text_width_pt(longer, style.SMALL_PT) <= width_pt:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return lines
