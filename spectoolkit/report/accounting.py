@@ -61,7 +61,8 @@ def rank_chart(ax: Axes, found: pd.DataFrame, pairs: pd.DataFrame) -> Axes:
         ax.set_yticks(heights, rows)
         ax.set_xticks(range(1, len(names) + 1))
         ax.tick_params(length=0)
-        ax.spines[["left", "bottom"]].set_visible(False)
+        for side in ("left", "bottom"):
+            ax.spines[side].set_visible(False)
         ax.grid(axis="x", visible=False)
         ax.set_xlabel("rank (1: the largest value)")
     return ax
@@ -117,9 +118,9 @@ def row_heights(rows: Sequence[str]) -> list[float]:
 
 def _ends(found: pd.DataFrame, rows: Sequence[str], at: int) -> dict[str, tuple[float, float]]:
     """Where the line of each strategy that has a rank in the first (0) or last (-1) row begins or ends."""
-    here = found[(found["definition"] == rows[at]) & found["rank"].notna()]
     y = row_heights(rows)[at]
-    return {str(name): (float(x), y) for name, x in zip(here["strategy"], here["rank"], strict=True)}
+    here = [row for row in found.to_dict("records") if row["definition"] == rows[at] and row["rank"] > 0]
+    return {str(row["strategy"]): (float(row["rank"]), y) for row in here}
 
 
 def _name(ax: Axes, text: str, x: float, y: float, is_top: bool, colour: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -126,11 +127,12 @@ def by_definition(cells: Sequence[CellResult], names: Sequence[str], confidence:
     rows: list[dict[str, Any]] = []
     for metric, label in definitions(_largest(cells)).items():
         estimates, samples = _resampled(cells, metric)
-        ranks = pd.Series(estimates).rank(ascending=False, method="first")
+        order = [int(i) for i in np.argsort(-estimates, kind="stable") if np.isfinite(estimates[i])]
+        ranks = {i: float(rank) for rank, i in enumerate(order, 1)}
         for i, name in enumerate(names):
             low, high = metrics.interval(samples[:, i], confidence)
             row = {"metric": metric, "definition": label, "strategy": name, "value": estimates[i]}
-            rows.append(row | {"value_low": low, "value_high": high, "rank": ranks[i]})
+            rows.append(row | {"value_low": low, "value_high": high, "rank": ranks.get(i, math.nan)})
     return pd.DataFrame(rows)
 
 
@@ -156,14 +158,13 @@ def flips(pairs: pd.DataFrame) -> pd.DataFrame:
     Columns: `one`, `other`, `one_ahead`, `other_ahead` and `undecided`, the definitions of each kind, joined by "; ".
     """
     columns = ["one", "other", "one_ahead", "other_ahead", "undecided"]
-    rows: list[dict[str, str]] = []
-    for (one, other), group in pairs.groupby(["one", "other"], sort=False):
-        decided = group["excludes_zero"]
-        kinds = (decided & (group["difference"] > 0), decided & (group["difference"] < 0), ~decided)
-        if kinds[0].any() and kinds[1].any():
-            named = ["; ".join(group.loc[kind, "definition"]) for kind in kinds]
-            rows.append(dict(zip(columns, [str(one), str(other), *named], strict=True)))
-    return pd.DataFrame(rows, columns=columns)
+    kinds: dict[tuple[str, str], tuple[list[str], list[str], list[str]]] = {}
+    for row in pairs.to_dict("records"):
+        ahead, behind, undecided = kinds.setdefault((str(row["one"]), str(row["other"])), ([], [], []))
+        kind = undecided if not row["excludes_zero"] else ahead if row["difference"] > 0 else behind
+        kind.append(str(row["definition"]))
+    rows = [[*pair, *("; ".join(kind) for kind in found)] for pair, found in kinds.items() if found[0] and found[1]]
+    return pd.DataFrame(rows, columns=pd.Index(columns))
 
 
 def choices(cells: Sequence[CellResult], names: Sequence[str], confidence: float = 0.95) -> pd.DataFrame:
@@ -219,17 +220,17 @@ def _records(frame: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def _verdict(pairs: pd.DataFrame, flipped: pd.DataFrame) -> str:
-    decided = pairs[pairs["excludes_zero"]]
-    num_pairs = len(pairs[["one", "other"]].drop_duplicates())
-    num_decided = len(decided[["one", "other"]].drop_duplicates())
-    num_definitions = pairs["definition"].nunique()
+    rows = pairs.to_dict("records")
+    num_pairs = len({(row["one"], row["other"]) for row in rows})
+    num_decided = len({(row["one"], row["other"]) for row in rows if row["excludes_zero"]})
+    num_definitions = len({row["definition"] for row in rows})
     if not len(flipped):
         return (
             f"No pair of strategies changes places: of {num_pairs} pairs, {num_decided} have an order, and none of "
             f"them has both orders under {num_definitions} definitions."
         )
     usual = (DEFINITIONS["acceptance_length"], DEFINITIONS["acceptance_rate"])
-    num_reversed = _reversed(*(pd.DataFrame(decided[decided["definition"] == name]) for name in usual))
+    num_reversed = _reversed(*(_signs(rows, name) for name in usual))
     return (
         f"{len(flipped)} of {num_pairs} pairs of strategies change places with the definition: each of the two is "
         f"ahead by one of {num_definitions} definitions and behind by another, and both differences exclude zero. "
@@ -238,20 +239,22 @@ def _verdict(pairs: pd.DataFrame, flipped: pd.DataFrame) -> str:
     )
 
 
-def _reversed(one: pd.DataFrame, other: pd.DataFrame) -> int:
-    """Pairs that two definitions put in opposite orders; each holds what its definition decides."""
-    both = one.merge(other, on=["one", "other"], suffixes=("", "_other"))
-    return int((both["difference"] * both["difference_other"] < 0).sum())
+def _signs(rows: Sequence[Mapping[Any, Any]], definition: str) -> dict[tuple[str, str], bool]:
+    """Pairs that a definition puts in an order -> whether the first one is ahead."""
+    decided = (row for row in rows if row["definition"] == definition and row["excludes_zero"])
+    return {(str(row["one"]), str(row["other"])): row["difference"] > 0 for row in decided}
+
+
+def _reversed(one: Mapping[tuple[str, str], bool], other: Mapping[tuple[str, str], bool]) -> int:
+    """Pairs that two definitions put in opposite orders."""
+    return sum(is_ahead != other[pair] for pair, is_ahead in one.items() if pair in other)
 
 
 def ranking(found: pd.DataFrame, pairs: pd.DataFrame, definition: str) -> list[tuple[str, bool]]:
     """Strategies of a definition, largest first, each with whether its order to the next one is decided."""
-    here = found[(found["definition"] == definition) & found["rank"].notna()].sort_values("rank")
-    decided = {
-        frozenset((str(row["one"]), str(row["other"])))
-        for row in pairs[(pairs["definition"] == definition) & pairs["excludes_zero"]].to_dict("records")
-    }
-    names = [str(name) for name in here["strategy"]]
+    ranked = [row for row in found.to_dict("records") if row["definition"] == definition and row["rank"] > 0]
+    decided = {frozenset(pair) for pair in _signs(pairs.to_dict("records"), definition)}
+    names = [str(row["strategy"]) for row in sorted(ranked, key=lambda row: float(row["rank"]))]
     after = [frozenset(pair) in decided for pair in itertools.pairwise(names)]
     return list(zip(names, [*after, True], strict=True))
 
@@ -283,14 +286,15 @@ def _moves(moved: pd.DataFrame) -> list[dict[str, str]]:
 
 def _moves_text(moved: pd.DataFrame) -> str:
     sentences = []
-    for choice, group in moved.groupby("choice", sort=False):
-        certain = group[group["excludes_zero"]]
-        if not len(certain):
+    rows = moved.to_dict("records")
+    for choice in dict.fromkeys(row["choice"] for row in rows):
+        group = [row for row in rows if row["choice"] == choice]
+        values = [float(row["difference"]) for row in group if row["excludes_zero"]]
+        if not values:
             sentences.append(f"*{choice}*: no strategy's number moves by more than its interval.")
             continue
-        values = certain["difference"].tolist()
         span = f"{min(values):+.3f}" if len(values) == 1 else f"{min(values):+.3f} to {max(values):+.3f}"
-        sentences.append(f"*{choice}*: {span}, for {len(certain)} of {len(group)} strategies.")
+        sentences.append(f"*{choice}*: {span}, for {len(values)} of {len(group)} strategies.")
     return "Difference that one choice makes to the same records, where its interval excludes zero. " + " ".join(
         sentences
     )

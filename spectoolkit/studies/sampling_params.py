@@ -118,7 +118,7 @@ def draft_params(settings: Mapping[str, Any]) -> dict[str, float]:
             "sampling_params: expected a drafter that samples from a draft model (drafter=temperature), got "
             f"drafter={settings.get('drafter.name')}"
         )
-    temperature = constant if constant is not None else ratio * target["temperature"]
+    temperature = target["temperature"] * float(ratio or 0.0) if constant is None else float(constant)
     return {"temperature": temperature} | {n: target[n] if value is None else value for n, value in own.items()}
 
 
@@ -288,13 +288,13 @@ def by_side(results: Sequence[CellResult], questions: Sequence[Question]) -> pd.
     probability that the filter would have cut off, of what was emitted.
     """
     found = places([result.settings for result in results], questions)
+    order = list(SIDES.values())
     rows: list[dict[str, Any]] = []
     for question in questions:
-        for (name, k, side), i in sorted(found.items(), key=lambda item: item[0][1]):
-            if name != question.name:
-                continue
+        here = [(k, side, i) for (name, k, side), i in found.items() if name == question.name]
+        for k, side, i in sorted(here, key=lambda place: (place[0], order.index(place[1]))):
             frame = results[i].rows
-            row: dict[str, Any] = {"question": name, "num_draft_tokens": k, "side": side}
+            row: dict[str, Any] = {"question": question.name, "num_draft_tokens": k, "side": side}
             row["samples_asked"] = side not in OFF
             row |= dict.fromkeys(("variation", "variation_low", "variation_high"), 0.0)
             if not row["samples_asked"]:
@@ -305,13 +305,7 @@ def by_side(results: Sequence[CellResult], questions: Sequence[Question]) -> pd.
                 row[metric] = summary[metric]
                 row[f"{metric}_low"], row[f"{metric}_high"] = spans[metric]
             rows.append(row)
-    order = list(SIDES.values())
-    table = pd.DataFrame(rows)
-    table["rank"] = [order.index(side) for side in table["side"]]
-    names = [question.name for question in questions]
-    table["place"] = [names.index(name) for name in table["question"]]
-    table = table.sort_values(["place", "num_draft_tokens", "rank"], kind="stable")
-    return table.drop(columns=["rank", "place"]).reset_index(drop=True)
+    return pd.DataFrame(rows)
 
 
 def comparisons(results: Sequence[CellResult], questions: Sequence[Question]) -> pd.DataFrame:
@@ -416,41 +410,46 @@ def _comparison_rows(compared: pd.DataFrame) -> list[dict[str, str]]:
 
 def _exactness(found: pd.DataFrame) -> list[str]:
     sentences = []
-    for question, group in found.groupby("question", sort=False):
-        off = group[~group["samples_asked"].astype(bool)]
-        right, wrong = (_sides(pd.DataFrame(group[group["samples_asked"] == is_asked])) for is_asked in (True, False))
-        if not len(off):
+    rows = found.to_dict("records")
+    for question in dict.fromkeys(row["question"] for row in rows):
+        right, wrong = (
+            [r for r in rows if (r["question"], r["samples_asked"]) == (question, a)] for a in (True, False)
+        )
+        if not wrong:
             sentences.append(f"{question}: all rows sample what was asked for.")
             continue
-        low, high = off["variation_low"].min(), off["variation_high"].max()
+        low, high = min(row["variation_low"] for row in wrong), max(row["variation_high"] for row in wrong)
+        values = [float(row["variation"]) for row in wrong]
         sentences.append(
-            f"{question}: {right} sample what was asked for; {wrong} do not, by a total variation of "
-            f"{off['variation'].min():.3f} to {off['variation'].max():.3f} per token (intervals within "
-            f"[{low:.3f}, {high:.3f}])."
+            f"{question}: {_sides(right)} sample what was asked for; {_sides(wrong)} do not, by a total variation of "
+            f"{min(values):.3f} to {max(values):.3f} per token (intervals within [{low:.3f}, {high:.3f}])."
         )
     return sentences
 
 
-def _sides(group: pd.DataFrame) -> str:
-    return " and ".join(f"*{side}*" for side in dict.fromkeys(group["side"]))
+def _sides(rows: Sequence[Mapping[Any, Any]]) -> str:
+    return " and ".join(f"*{side}*" for side in dict.fromkeys(row["side"] for row in rows))
 
 
 def _costs(compared: pd.DataFrame) -> list[str]:
     """One sentence per question and comparison: what the intervals say of the unmasked rate and the length."""
-    sentences = []
-    for (question, one, other), group in compared.groupby(["question", "one", "other"], sort=False):
-        parts = [
-            f"{_SHORT[metric]} {_decided(pd.DataFrame(group[group['metric'] == metric]))}"
-            for metric in ("acceptance_rate_unmasked", "acceptance_length")
-        ]
-        sentences.append(f"{question}, *{one}* against *{other}*: {'; '.join(parts)}.")
-    return sentences
+    groups: dict[tuple[str, ...], dict[str, list[Mapping[Any, Any]]]] = {}
+    for row in compared.to_dict("records"):
+        group = groups.setdefault((row["question"], row["one"], row["other"]), {})
+        group.setdefault(str(row["metric"]), []).append(row)
+    shown = ("acceptance_rate_unmasked", "acceptance_length")
+    return [
+        f"{question}, *{one}* against *{other}*: "
+        + "; ".join(f"{_SHORT[metric]} {_decided(by_metric[metric])}" for metric in shown)
+        + "."
+        for (question, one, other), by_metric in groups.items()
+    ]
 
 
-def _decided(group: pd.DataFrame) -> str:
+def _decided(rows: Sequence[Mapping[Any, Any]]) -> str:
     """Where a difference is lower, higher or undecided, by K."""
     kinds: dict[str, list[tuple[str, float]]] = {"lower": [], "higher": [], "undecided": []}
-    for row in group.to_dict("records"):
+    for row in rows:
         kind = "undecided" if not row["excludes_zero"] else ("lower" if row["difference"] < 0 else "higher")
         kinds[kind].append((str(row["num_draft_tokens"]), abs(float(row["difference"]))))
     shown = []

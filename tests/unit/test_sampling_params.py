@@ -233,10 +233,10 @@ def test_the_figure_shows_every_row_and_no_text_touches(recorded):
 
 def test_what_a_difference_says():
     rows = pd.DataFrame({"num_draft_tokens": [1, 2, 3], "difference": [-0.1, -0.2, 0.3]})
-    assert study._decided(rows.assign(excludes_zero=[True, True, False])) == (
+    assert study._decided(rows.assign(excludes_zero=[True, True, False]).to_dict("records")) == (
         "lower by 0.100 to 0.200 at K = 1, 2, undecided at K = 3"
     )
-    assert study._decided(rows.assign(excludes_zero=[False, False, True])) == (
+    assert study._decided(rows.assign(excludes_zero=[False, False, True]).to_dict("records")) == (
         "higher by 0.300 at K = 3, undecided at K = 1, 2"
     )
     assert study._tiny(math.nan) == "–"
