@@ -47,6 +47,8 @@ class Batch:
         sampling: their sampling parameters and histories.
         last_tokens: [B, 1], the last committed token of each.
         draft_budget: [B], how many tokens may be drafted: K, and one less than may still be emitted.
+
+    `keeps_histories` has `sampling` count tokens where no request asks for it (`Penalties.of`).
     """
 
     def __init__(
@@ -55,9 +57,12 @@ class Batch:
         requests: Sequence[Request],
         num_draft_tokens: int,
         batch_size: int,
+        *,
         num_chains: int | None = None,
+        keeps_histories: bool = False,
     ) -> None:
         self._target = target
+        self._keeps_histories = keeps_histories
         self._num_draft_tokens = num_draft_tokens
         self._num_chains = num_chains
         self._waiting = deque(requests)
@@ -151,7 +156,9 @@ class Batch:
         requests = [row.request for row in self.rows]
         outputs = [row.output for row in self.rows]
         ids, params = [r.id for r in requests], [r.params for r in requests]
-        self.sampling = SamplingState.of(ids, params, self.prompts, outputs, self._target.vocab_size, device)
+        self.sampling = SamplingState.of(
+            ids, params, self.prompts, outputs, self._target.vocab_size, device, keeps_histories=self._keeps_histories
+        )
         self._seeds = torch.tensor([r.seed for r in requests], device=device)
         self._request_keys = torch.tensor([request_key(r.id) for r in requests], device=device)
         last = [(output or prompt)[-1] for output, prompt in zip(outputs, self.prompts, strict=True)]

@@ -21,7 +21,7 @@ from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import take
 from spectoolkit.functional.ragged import row_lengths
-from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier
+from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier, reads_histories
 
 Observer = Callable[[Sequence[str], Tensor, Proposal, Tensor], None]
 """Called with request ids, target_probs [B, K+1, V] (of several chains: those of the one that the verdict names), the
@@ -50,7 +50,14 @@ def decode(
         InvalidLogitsError: a model returned a row from which no distribution follows.
     """
     check_requests(target, drafter, verifier, requests, num_draft_tokens, batch_size)
-    batch = Batch(target, requests, num_draft_tokens, batch_size, getattr(drafter, "num_chains", None))
+    batch = Batch(
+        target,
+        requests,
+        num_draft_tokens,
+        batch_size,
+        num_chains=getattr(drafter, "num_chains", None),
+        keeps_histories=reads_histories(drafter),
+    )
     target_state, draft_state = _start(target, drafter, batch.prompts)
     while batch.rows:
         clock = _Clock(target.device)

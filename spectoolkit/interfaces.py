@@ -156,6 +156,9 @@ class Drafter(Protocol):
 
     A drafter of the law `datatypes.Chains` says how many chains there are by an attribute `num_chains`, and is given
     noise for each of them.
+
+    A drafter that looks at token histories in `sampling` for a reason of its own says `reads_histories = True`; without
+    it they are there only where a request has a penalty.
     """
 
     @property
@@ -233,3 +236,8 @@ class Verifier(Protocol):
         [B, C, K+1, V] for a proposal of chains; the verdict on them names one that begins with the accepted prefix.
         """
         ...
+
+
+def reads_histories(drafter: Drafter) -> bool:
+    """Whether a drafter needs the token histories of every request (see `Drafter`)."""
+    return bool(getattr(drafter, "reads_histories", False))

@@ -32,6 +32,7 @@ from spectoolkit.interfaces import (
     LanguageModel,
     UnrolledStream,
     Verifier,
+    reads_histories,
 )
 from spectoolkit.sampling import SamplingState
 from spectoolkit.trajectories import Trajectories
@@ -111,10 +112,11 @@ def replay(
     for strategy in strategies:
         check_replayable(strategy.drafter, strategy.verifier, is_greedy=is_greedy)
         check_features(target, strategy.drafter)
+    keeps_histories = any(reads_histories(strategy.drafter) for strategy in strategies)
     parts: list[list[list[renewal.ExpectedCounts]]] = [[] for _ in strategies]
     order = sorted(range(len(trajectories.outputs)), key=lambda i: len(trajectories.outputs[i]))
     for begin in range(0, len(order), BATCH):
-        group = _Group.of(trajectories, order[begin : begin + BATCH], target)
+        group = _Group.of(trajectories, order[begin : begin + BATCH], target, keeps_histories=keeps_histories)
         by_position = _by_position(target, strategies, group)
         for i, strategy in enumerate(strategies):
             most = group.most(strategy)
@@ -155,7 +157,7 @@ class _Group:
     budget: Tensor
 
     @staticmethod
-    def of(trajectories: Trajectories, rows: Sequence[int], target: LanguageModel) -> _Group:
+    def of(trajectories: Trajectories, rows: Sequence[int], target: LanguageModel, *, keeps_histories: bool) -> _Group:
         requests = [trajectories.requests[row] for row in rows]
         outputs = [trajectories.outputs[row] for row in rows]
         prompts = [request.prompt for request in requests]
@@ -166,7 +168,9 @@ class _Group:
         limits = torch.tensor([request.max_new_tokens for request in requests])
         return _Group(
             prompts=prompts,
-            sampling=SamplingState.of(ids, params, prompts, no_output, target.vocab_size, target.device),
+            sampling=SamplingState.of(
+                ids, params, prompts, no_output, target.vocab_size, target.device, keeps_histories=keeps_histories
+            ),
             tokens=tokens,
             inputs=torch.cat([before, tokens[:, :-1]], dim=1),
             lengths=torch.tensor([len(output) for output in outputs]),

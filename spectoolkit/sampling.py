@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import SamplingParams
-from spectoolkit.errors import InvalidLogitsError, UsageError
+from spectoolkit.errors import ContractError, InvalidLogitsError, UsageError
 from spectoolkit.functional.warp import Penalties, penalise, warp
 
 
@@ -25,7 +25,7 @@ class SamplingState:
         num_tokens: [B] committed tokens (prompt and output), so the next token has this position.
         temperature: [B] float64.
         top_k, top_p, min_p: [B], or None where no request uses the filter.
-        penalties: or None where no request uses one.
+        penalties: and token histories, or None where nobody asks for either.
     """
 
     request_ids: tuple[str, ...]
@@ -44,8 +44,10 @@ class SamplingState:
         outputs: Sequence[Sequence[int]],
         vocab_size: int,
         device: torch.device | str = "cpu",
+        *,
+        keeps_histories: bool = False,
     ) -> SamplingState:
-        """Stack the parameters of B requests and count their tokens.
+        """Stack the parameters of B requests and count their tokens; `keeps_histories` as for `Penalties.of`.
 
         Raises:
             UsageError: a logit bias names a token outside the vocabulary.
@@ -69,7 +71,7 @@ class SamplingState:
             top_k=column("top_k", 0, torch.int64),
             top_p=column("top_p", 1.0, torch.float64),
             min_p=column("min_p", 0.0, torch.float64),
-            penalties=Penalties.of(params, prompts, outputs, vocab_size, device),
+            penalties=Penalties.of(params, prompts, outputs, vocab_size, device, keeps_histories=keeps_histories),
         )
 
     def with_temperature(self, temperature: Tensor) -> SamplingState:
@@ -110,6 +112,19 @@ class SamplingState:
             min_p=repeated(self.min_p),
             penalties=None if self.penalties is None else self.penalties.repeat(times),
         )
+
+    def with_repetition_penalty(self, value: float | None) -> SamplingState:
+        """The same requests with this repetition penalty in all of them; None leaves it as it is.
+
+        Raises:
+            ContractError: a penalty, and no histories that it could look at (`keeps_histories`).
+        """
+        if value is None or (value == 1 and self.penalties is None):
+            return self
+        if self.penalties is None:
+            raise ContractError(f"penalties: expected token histories for a repetition penalty of {value}, got None")
+        column = None if value == 1 else torch.full_like(self.temperature, value)
+        return replace(self, penalties=replace(self.penalties, repetition=column))
 
     def commit(self, emitted: Tensor) -> SamplingState:
         """The state after `emitted` [B, N] (padded with -1) was added to the outputs."""

@@ -44,9 +44,10 @@ class ModelDrafter:
         ratio: draft temperature over the request's temperature.
         constant: draft temperature.
         top_k, top_p, min_p: filters of the draft rows in the place of the request's; None is the request's own.
+        repetition_penalty: of the draft rows, likewise.
 
     Raises:
-        UsageError: not exactly one of `ratio` and `constant`, a negative one, or a filter outside its range.
+        UsageError: not exactly one of `ratio` and `constant`, a negative one, or a parameter outside its range.
     """
 
     draft_model: LanguageModel | DraftStream
@@ -56,6 +57,7 @@ class ModelDrafter:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
     sampled_law: ClassVar[type[SampledLaw]] = Dense
 
@@ -67,7 +69,8 @@ class ModelDrafter:
                 f"got ratio={self.ratio!r}, constant={self.constant!r}"
             )
         try:
-            SamplingParams(**{name: value for name, value in self._filters().items() if value is not None})
+            own = {**self._filters(), "repetition_penalty": self.repetition_penalty}
+            SamplingParams(**{name: value for name, value in own.items() if value is not None})
         except UsageError as error:
             raise UsageError(str(error).replace("sampling.", "drafter.")) from error
 
@@ -79,6 +82,11 @@ class ModelDrafter:
     def is_argmax(self) -> bool:
         return self.constant == 0 or self.ratio == 0
 
+    @property
+    def reads_histories(self) -> bool:
+        """Whether it has a penalty of its own (`interfaces.Drafter`)."""
+        return self.repetition_penalty not in (None, 1)
+
     def draft_probs(self, logits: Tensor, sampling: SamplingState, appended: Tensor) -> Tensor:
         """q [B, Q, V] of draft logits [B, Q, V'] behind the tokens `appended` (see `SamplingState.probs`).
 
@@ -86,6 +94,7 @@ class ModelDrafter:
         """
         filters = {name: value for name, value in self._filters().items() if value is not None}
         sampling = sampling.with_temperature(self._draft_temperature(sampling.temperature)).with_filters(**filters)
+        sampling = sampling.with_repetition_penalty(self.repetition_penalty)
         return sampling.probs(fit_vocabulary(logits, self.vocab_size), appended, "draft")
 
     def law_probs(self, probs: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -25,7 +25,7 @@ from spectoolkit.exactness.traced import TooManyTokensError, UntraceableError
 from spectoolkit.functional.acceptance import take
 from spectoolkit.functional.noise import request_key
 from spectoolkit.functional.ragged import row_lengths
-from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
+from spectoolkit.interfaces import Drafter, LanguageModel, Verifier, reads_histories
 from spectoolkit.models.tabular import blend_tabular, random_tabular
 from spectoolkit.sampling import SamplingState
 
@@ -82,6 +82,29 @@ def prove(make_pair: MakePair) -> Proof:
         return Proof(_distance(make_pair, 2, 1), _distance(make_pair, 2, 2), "enumerated, V = 2, K = 2")
     except UntraceableError as error:
         return Proof(None, None, f"not enumerated: {error}")
+
+
+def distances_on_toy(make_pair: MakePair, params: SamplingParams, asked: SamplingParams) -> tuple[float, float] | None:
+    """How far one step with `params` emits from the target's law with these, and from the one with `asked`.
+
+    Total variations of K + 1 tokens, K = 2, by enumeration with three tokens, or with two (see `prove`). The first is 0
+    for a lossless pair whatever its draft side does; the second is 0 if what was asked for is sampled. None where the
+    pair cannot be enumerated.
+    """
+
+    def found(vocab_size: int) -> tuple[float, float]:
+        target = cast(LanguageModel, random_tabular(vocab_size, order=2, seed=0))
+        draft = cast(LanguageModel, blend_tabular(target, weight=0.3, seed=1))
+        request = Request("toy", PROMPT, 3, params)
+        blocks = emitted_blocks(target, *make_pair(draft, vocab_size), request, num_draft_tokens=2, num_steps=1)
+        return distance(target, request, blocks), distance(target, replace(request, params=asked), blocks)
+
+    try:
+        return found(3)
+    except TooManyTokensError:
+        return found(2)
+    except UntraceableError:
+        return None
 
 
 def _distance(make_pair: MakePair, vocab_size: int, num_steps: int, num_draft_tokens: int = 2) -> float:
@@ -187,7 +210,7 @@ def _steps(
 ) -> Tensor:
     """Tokens that each box emits in steps of the loop of `decode.decode`, one block behind the other, padded."""
     size = len(boxes)
-    sampling = _sampling(target, request).repeat(size)
+    sampling = _sampling(target, request, reads_histories(drafter)).repeat(size)
     target_state = target.select(target.prefill([request.prompt[:-1]]), [0] * size)
     draft_state = drafter.start([request.prompt] * size)
     last = torch.full((size, 1), request.prompt[-1])
@@ -209,8 +232,10 @@ def _steps(
     return torch.cat(blocks, dim=1)
 
 
-def _sampling(target: LanguageModel, request: Request) -> SamplingState:
-    return SamplingState.of([request.id], [request.params], [request.prompt], [()], target.vocab_size)
+def _sampling(target: LanguageModel, request: Request, keeps_histories: bool) -> SamplingState:
+    return SamplingState.of(
+        [request.id], [request.params], [request.prompt], [()], target.vocab_size, keeps_histories=keeps_histories
+    )
 
 
 def distance(target: LanguageModel, request: Request, blocks: dict[tuple[int, ...], float]) -> float:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import Request
+from spectoolkit.datatypes import Request, SamplingParams
+from spectoolkit.functional.ragged import pad_rows
 from spectoolkit.interfaces import LanguageModel
 from spectoolkit.sampling import SamplingState
 
 ROWS_TOGETHER = 256
+OUTPUTS_TOGETHER = 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,37 @@ def next_probs(target: LanguageModel, request: Request, outputs: Sequence[Sequen
         none = torch.empty(len(part), 0, dtype=torch.int64, device=target.device)
         found.append(sampling.probs(logits, none, "target")[:, 0].to("cpu", torch.float64))
     return torch.cat(found)
+
+
+@torch.inference_mode()
+def law_variation(
+    target: LanguageModel, requests: Sequence[Request], outputs: Sequence[Sequence[int]], asked: SamplingParams
+) -> Tensor:
+    """[R] float64, how far the law that each request was sampled with is from the one that was asked for.
+
+        sum over the output's tokens of sum over v of |p(v) - p_asked(v)| / 2
+
+    p is the target's row with the request's own parameters, p_asked the one with `asked`, both after the tokens of the
+    output before. Every lossless rule emits p. One teacher-forced pass.
+    """
+    sums = torch.zeros(len(requests), dtype=torch.float64)
+    order = sorted(range(len(requests)), key=lambda i: len(outputs[i]))
+    for begin in range(0, len(order), OUTPUTS_TOGETHER):
+        part = order[begin : begin + OUTPUTS_TOGETHER]
+        chosen = [requests[i] for i in part]
+        prompts = [request.prompt for request in chosen]
+        tokens = pad_rows([outputs[i] for i in part], target.device)
+        last = torch.tensor([prompt[-1:] for prompt in prompts], device=target.device)
+        before = torch.cat([last, tokens[:, :-1].clamp(min=0)], dim=1)
+        logits, _ = target.score(target.prefill([prompt[:-1] for prompt in prompts]), before)
+        laws = []
+        for params in ([request.params for request in chosen], [asked] * len(part)):
+            ids, nothing = [request.id for request in chosen], [()] * len(part)
+            sampling = SamplingState.of(ids, params, prompts, nothing, target.vocab_size, target.device)
+            laws.append(sampling.probs(logits, tokens[:, :-1], "target"))
+        variation = (laws[0] - laws[1]).abs().sum(-1, dtype=torch.float64) / 2
+        sums[part] = variation.masked_fill(tokens < 0, 0.0).sum(-1).cpu()
+    return sums
 
 
 @torch.inference_mode()

@@ -53,8 +53,12 @@ class Penalties:
         outputs: Sequence[Sequence[int]],
         vocab_size: int,
         device: torch.device | str = "cpu",
+        *,
+        keeps_histories: bool = False,
     ) -> Penalties | None:
         """Stack the penalties of B requests and count their tokens; None if no request uses a penalty or a bias.
+
+        With `keeps_histories` tokens are counted in any case, for a drafter with a penalty of its own.
 
         `params` have the attributes `repetition_penalty`, `frequency_penalty`, `presence_penalty` and `logit_bias` (ids
         below `vocab_size`). Tokens outside the vocabulary have no logit and are not counted.
@@ -69,7 +73,7 @@ class Penalties:
         frequency = column("frequency_penalty", 0.0)
         presence = column("presence_penalty", 0.0)
         biases = [(row, token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias.items()]
-        if repetition is None and frequency is None and presence is None and not biases:
+        if repetition is None and frequency is None and presence is None and not biases and not keeps_histories:
             return None
         rows, ids, values = zip(*biases, strict=True) if biases else (None, None, None)
 

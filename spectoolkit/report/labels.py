@@ -40,6 +40,18 @@ def text_width_pt(text: str, size_pt: float) -> float:
     return float(TextPath((0, 0), text, size=size_pt).get_extents().width) if text.strip() else 0.0
 
 
+def wrapped(text: str, width_pt: float, size_pt: float) -> list[str]:
+    """`text` in lines of at most this width where its words allow; "K = 2" is one word."""
+    lines: list[str] = []
+    for word in text.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}").split(" "):
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and text_width_pt(longer, size_pt) <= width_pt:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
 def label_line_ends(
     ax: Axes,
     ends: Mapping[str, tuple[float, float]],

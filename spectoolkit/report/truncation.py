@@ -21,7 +21,7 @@ TEMPERATURE = "sampling.temperature"
 _LENGTH = ["acceptance_length", "acceptance_length_low", "acceptance_length_high"]
 _WIDTH = 0.17  # between neighbours of a group, in groups
 # The fill says which law the output follows, colour and marker which side is filtered.
-_LOOKS = {
+SIDE_LOOKS = {
     "both": {"color": "#0072B2", "marker": "o"},
     "target only": {"color": "#009E73", "marker": "^"},
     "draft only": {"color": "#D55E00", "marker": "s"},
@@ -40,20 +40,20 @@ def side_dots(ax: Axes, found: pd.DataFrame) -> Axes:
         UsageError: a missing column, several rows of one dot, or a side that has no look.
     """
     check_rows(found, [TEMPERATURE, "side", "follows_filter", *_LENGTH], unique=[TEMPERATURE, "side"])
-    if unknown := set(found["side"]) - _LOOKS.keys():
-        raise UsageError(f"side: expected {', '.join(_LOOKS)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(found["side"]) - SIDE_LOOKS.keys():
+        raise UsageError(f"side: expected {', '.join(SIDE_LOOKS)}, got {', '.join(sorted(unknown))}")
     temperatures = sorted(set(found[TEMPERATURE].tolist()))
     with style.paper():
         set_length_limits(ax, found, "acceptance_length", None)
         ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-        for rank, (name, look) in enumerate(_LOOKS.items()):
+        for rank, (name, look) in enumerate(SIDE_LOOKS.items()):
             rows = pd.DataFrame(found[found["side"] == name])
             groups = np.array([temperatures.index(t) for t in rows[TEMPERATURE]])
-            at = groups + (rank - (len(_LOOKS) - 1) / 2) * _WIDTH
+            at = groups + (rank - (len(SIDE_LOOKS) - 1) / 2) * _WIDTH
             y, low, high = pd.DataFrame(rows, columns=_LENGTH).to_numpy(dtype=float).T
             ax.vlines(at, low, high, color=look["color"], linewidth=1.2, zorder=2)
             for x, value, is_filtered in zip(at, y, rows["follows_filter"], strict=True):
-                ax.plot([x], [value], **_dot(look, bool(is_filtered)), clip_on=False, zorder=3)
+                ax.plot([x], [value], **side_dot(look, bool(is_filtered)), clip_on=False, zorder=3)
         ax.set_xlim(-0.5, len(temperatures) - 0.5)
         ax.set_xticks(range(len(temperatures)), [value_text(float(t)) for t in temperatures])
         ax.grid(axis="x", visible=False)
@@ -102,13 +102,16 @@ def truncation_figure(found: pd.DataFrame, width_in: float | None = None) -> Fig
             ("output not filtered", False, ("draft only", "neither"), 0.55),
         )
         for title, is_filtered, names, height in groups:
-            handles = [Line2D([], [], **_dot(_LOOKS[name], is_filtered), label=f"filter on {name}") for name in names]
+            handles = [
+                Line2D([], [], **side_dot(SIDE_LOOKS[name], is_filtered), label=f"filter on {name}") for name in names
+            ]
             fig.legend(
                 handles=handles, title=title, title_fontsize=style.SMALL_PT, bbox_to_anchor=(start, height), **legend
             )
     return fig
 
 
-def _dot(look: dict[str, str], is_filtered: bool) -> dict[str, Any]:
+def side_dot(look: dict[str, str], is_filtered: bool) -> dict[str, Any]:
+    """Of `SIDE_LOOKS`, filled where the output follows the law that was asked for."""
     fill = look["color"] if is_filtered else "#FFFFFF"
     return {**look, "markerfacecolor": fill, "markeredgecolor": look["color"], "linestyle": "none", "markersize": 4.6}
