@@ -146,10 +146,22 @@ def ratio_interval(
 
     For what is measured per token and is no metric of a request row, such as a distance or an overlap.
     """
+    estimate, samples = resample_ratio(numerators, denominators, clusters, num_resamples, seed)
+    return estimate, interval(samples, confidence)
+
+
+def resample_ratio(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    clusters: Sequence[str],
+    num_resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[float, np.ndarray]:
+    """Σ numerators / Σ denominators, and its values [num_resamples] over the draws of prompts that `resample` makes."""
     ratio = _Ratio(np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64))
     codes, names = pd.factorize(np.asarray(clusters), sort=True)
     samples = _resample([ratio], codes, len(names), num_resamples, seed)[:, 0]
-    return _divide(ratio.numerator.sum(), ratio.denominator.sum()), interval(samples, confidence)
+    return _divide(ratio.numerator.sum(), ratio.denominator.sum()), samples
 
 
 def paired_difference(

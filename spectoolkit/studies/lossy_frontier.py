@@ -142,7 +142,7 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
         for cell in cells:
             if not store.has(cell):
                 bar.set_description(cell.label)
-                _decode(cell, temperatures, store, bar.update)
+                _decode(cell, _asked(cell, temperatures), store, bar.update)
     table = _table(cells, store, temperatures)
     text = _markdown(table, config)
     replace_text(store.folder / "table.csv", table.to_csv(index=False, lineterminator="\n"))
@@ -150,6 +150,12 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
     plots.save(frontier_figure(table), store.folder)
     store.write_manifest({"provenance": provenance(), "config": config, "cells": store.describe(cells)})
     return f"{text}\nTables, figure and manifest are in {store.folder}"
+
+
+def _asked(cell: Cell, temperatures: Sequence[float]) -> list[float]:
+    """Temperatures asked for that a cell is a row of: its own, and for the target itself also the higher ones."""
+    own = float(cell.settings[TEMPERATURE])
+    return [t for t in temperatures if t == own or (cell.settings["verifier.is_lossless"] and own < t)]
 
 
 def _decode(cell: Cell, temperatures: Sequence[float], store: Store, progress: Any) -> None:
@@ -182,33 +188,77 @@ def _table(cells: Sequence[Cell], store: Store, temperatures: Sequence[float]) -
     """One row per strategy and temperature asked for; lossless cells at lower temperatures stand among them.
 
     Columns: `temperature` asked for, `drafter`, `rule`, `setting`, `sampled_at` (differs for the rival), acceptance
-    length, TV and KL per token with intervals, and `gain`: acceptance length less that of the rival at equal KL.
+    length, TV and KL per token, and `gain`: acceptance length less that of the rival at equal KL, between the rival's
+    points linearly, NaN beyond them. Intervals are over prompts, those of `gain` paired.
     """
     loaded = [(cell, store.load(cell).rows) for cell in cells]
     rows: list[dict[str, Any]] = []
+    found: list[_Samples] = []
     for temperature in temperatures:
         for cell, frame in loaded:
+            if temperature not in _asked(cell, temperatures):
+                continue
             own = float(cell.settings[TEMPERATURE])
             is_rival = bool(cell.settings["verifier.is_lossless"])
-            if own != temperature and not (is_rival and own < temperature):
-                continue
-            low, high = metrics.bootstrap(frame, ["acceptance_length"])["acceptance_length"]
             row: dict[str, Any] = {
                 "temperature": temperature,
                 "drafter": cell.settings["drafter.name"],
                 "rule": "lower temperature" if is_rival else cell.settings["verifier.name"],
                 "setting": f"T = {own:g}" if is_rival else _setting(cell),
                 "sampled_at": own,
-                "acceptance_length": metrics.summarise(frame)["acceptance_length"],
-                "acceptance_length_low": low,
-                "acceptance_length_high": high,
             }
-            for kind in ("tv", "kl"):
-                row |= _ratio(kind, frame, f"{kind}_{temperature:g}")
+            by = {"acceptance_length": _resampled(frame, "emitted", "steps")}
+            by |= {kind: _resampled(frame, f"{kind}_{temperature:g}", "distance_tokens") for kind in ("tv", "kl")}
+            for name, values in by.items():
+                row |= _columns(name, values)
             rows.append(row)
-    table = pd.DataFrame(rows)
-    table["gain"] = [_gain(table, row) for row in table.to_dict("records")]
-    return table
+            found.append(_Samples(by["kl"], by["acceptance_length"]))
+    points = [(row["temperature"], row["drafter"]) for row in rows]
+    for row, mine, point in zip(rows, found, points, strict=True):
+        rival = [
+            other
+            for other, its, at in zip(found, rows, points, strict=True)
+            if at == point and its["rule"] == "lower temperature"
+        ]
+        nothing = np.full_like(mine.kl, np.nan)
+        row |= _columns("gain", nothing if row["rule"] == "lower temperature" else _gain(mine, rival))
+    return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """KL and acceptance length [1 + R] of a cell: the estimate, then its values over the draws of prompts."""
+
+    kl: np.ndarray
+    acceptance_length: np.ndarray
+
+
+def _resampled(frame: pd.DataFrame, numerator: str, denominator: str) -> np.ndarray:
+    """[1 + R] of a ratio of sums; equal prompts give equal draws."""
+    sums = (frame[numerator].tolist(), frame[denominator].tolist(), frame["cluster"].tolist())
+    estimate, samples = metrics.resample_ratio(*sums)
+    return np.concatenate([[estimate], samples])
+
+
+def _columns(name: str, values: np.ndarray) -> dict[str, float]:
+    """The estimate with its 95 % interval; none where a share of the draws that would move it is undefined."""
+    low, high = metrics.interval(values[1:])
+    if np.isnan(values[1:]).mean() > UNDEFINED_SHARE:
+        low, high = np.nan, np.nan
+    return {name: float(values[0]), f"{name}_low": low, f"{name}_high": high}
+
+
+UNDEFINED_SHARE = 0.025
+"""Of the resamples; where more of them lie beyond the rival's points, the gain has no interval."""
+
+
+def _gain(mine: _Samples, rival: Sequence[_Samples]) -> np.ndarray:
+    """[1 + R] acceptance length less that of the rival at the same KL; NaN beyond the rival's points."""
+    kls, lengths = (np.stack([getattr(one, name) for one in rival], 1) for name in ("kl", "acceptance_length"))
+    order = np.argsort(kls, axis=1, kind="stable")
+    kls, lengths = (np.take_along_axis(values, order, 1) for values in (kls, lengths))
+    equal = [np.interp(at, x, y, np.nan, np.nan) for at, x, y in zip(mine.kl, kls, lengths, strict=True)]
+    return mine.acceptance_length - np.array(equal)
 
 
 def _setting(cell: Cell) -> str:
@@ -220,23 +270,6 @@ def _setting(cell: Cell) -> str:
         if k.startswith("verifier.") and k not in hidden
     }
     return ", ".join(f"{name} = {value}" for name, value in given.items())
-
-
-def _ratio(name: str, frame: pd.DataFrame, column: str) -> dict[str, float]:
-    """Mean per token with a 95 % bootstrap interval over prompts."""
-    sums = (frame[column].tolist(), frame["distance_tokens"].tolist(), frame["cluster"].tolist())
-    value, (low, high) = metrics.ratio_interval(*sums)
-    return {name: value, f"{name}_low": low, f"{name}_high": high}
-
-
-def _gain(table: pd.DataFrame, row: Mapping[str, Any]) -> float:
-    """Acceptance length less that of the rival at the same KL, between the rival's points linearly; NaN beyond them."""
-    is_rival = (table["rule"] == "lower temperature") & (table["drafter"] == row["drafter"])
-    rival = pd.DataFrame(table[is_rival & (table["temperature"] == row["temperature"])]).sort_values(by=["kl"])
-    kl = rival["kl"].to_numpy(float)
-    if row["rule"] == "lower temperature" or not kl.min() <= row["kl"] <= kl.max():
-        return float("nan")
-    return row["acceptance_length"] - float(np.interp(row["kl"], kl, rival["acceptance_length"].to_numpy(float)))
 
 
 def _draft_rows(proposal: Proposal, at: tuple[Tensor, Tensor], vocab_size: int, dtype: torch.dtype) -> Tensor:
@@ -261,10 +294,11 @@ def _markdown(table: pd.DataFrame, config: Mapping[str, Any]) -> str:
         "emitted from the target at the temperature asked for: mean per emitted token of the total variation (TV) and "
         "of KL(emitted, target) in nats, computed from the rows, 95 % intervals over prompts. *Lower temperature* is "
         "the target itself, sampled without bias at a lower temperature. *Gain* is AL less that of lower temperature "
-        "at equal KL (where that range is covered): negative means that turning the temperature down would buy more.",
+        "at equal KL (where that range is covered), paired by prompt: negative means that turning the temperature down "
+        "would buy more.",
         "",
         "| T | drafter | rule | setting | AL | TV | KL | gain |",
-        "|---:|---|---|---|---|---|---|---:|",
+        "|---:|---|---|---|---|---|---|---|",
     ]
     by_name = table.sort_values(["temperature", "drafter", "rule", "kl"], kind="stable")
     for row in by_name.to_dict("records"):
@@ -273,6 +307,8 @@ def _markdown(table: pd.DataFrame, config: Mapping[str, Any]) -> str:
             for name, digits in (("acceptance_length", 2), ("tv", 3), ("kl", 3))
         ]
         gain = "" if np.isnan(row["gain"]) else f"{row['gain']:+.2f}"
+        if not np.isnan(row["gain_low"]):
+            gain += f" [{row['gain_low']:+.2f}, {row['gain_high']:+.2f}]"
         lines.append(
             f"| {row['temperature']:g} | {row['drafter']} | {row['rule']} | {row['setting']} | {' | '.join(shown)} | "
             f"{gain} |"

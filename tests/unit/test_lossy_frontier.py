@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -12,7 +13,7 @@ from spectoolkit.decode import decode
 from spectoolkit.drafters import ModelDrafter
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.emission import divergences
-from spectoolkit.studies.lossy_frontier import DistanceMeter, at_temperature
+from spectoolkit.studies.lossy_frontier import DistanceMeter, _columns, _gain, _Samples, at_temperature
 from spectoolkit.verifiers import Mixture, Rejection, Typical
 from tests.helpers.toys import requests, toy_pair
 
@@ -66,6 +67,17 @@ def test_the_meter_sums_over_every_emitted_token(verifier, how):
         assert (sums[1] < 1e-12) == verifier.is_lossless
 
 
+def test_the_gain_is_read_off_between_the_rivals_points():
+    def samples(kl, length):
+        return _Samples(np.array(kl), np.array(length))
+
+    mine = samples([0.5, 0.5, 3.0], [2.0, 2.2, 2.0])
+    rival = [samples([1.0, 2.0, 1.0], [1.5, 1.6, 1.5]), samples([0.0, 0.0, 0.0], [1.0, 1.2, 1.0])]
+    np.testing.assert_allclose(_gain(mine, rival), [0.75, 0.9, np.nan])
+    assert _columns("gain", np.array([1.0, *[0.5] * 97, *[np.nan] * 3]))["gain_low"] != 0.5
+    assert _columns("gain", np.array([1.0, *[0.5] * 98, *[np.nan] * 2]))["gain_low"] == 0.5
+
+
 TOY = ["experiment=lossy_frontier", "target=tabular", "draft_model=tabular", "prompts.limit=3", "max_new_tokens=6"]
 
 
@@ -79,6 +91,7 @@ def test_the_study_holds_lossless_rules_at_distance_zero(tmp_path):
     assert (table[table["rule"] == "lenient"]["tv"] > 0).all()
     assert len(table) == 2 * (2 * 3 + 1)
     assert (tmp_path / "figure.pdf").stat().st_size > 0
+    assert rival["gain"].isna().all()
     before = (tmp_path / "table.csv").read_bytes()
     config.plan([*TOY, f"folder={tmp_path}", few, "grid.sampling.temperature=[0.5,1.0]"]).run()
     assert (tmp_path / "table.csv").read_bytes() == before
