@@ -60,7 +60,7 @@ class Finding:
 
 def claim_of(drafter: Drafter, verifier: Verifier) -> str:
     """What is claimed of a pair; a side that is wrong on purpose says `is_negative_control = True`."""
-    if is_control(drafter) or is_control(verifier):
+    if _is_control(drafter) or _is_control(verifier):
         return CONTROL
     return LOSSLESS if verifier.is_lossless else LOSSY
 
@@ -68,11 +68,10 @@ def claim_of(drafter: Drafter, verifier: Verifier) -> str:
 def control_of(drafter: Drafter, verifier: Verifier, drafter_name: str, verifier_name: str) -> str:
     """Name of what is wrong on purpose in a pair, "" if nothing is."""
     wrong = [(drafter, f"drafter={drafter_name}"), (verifier, f"verifier={verifier_name}")]
-    return " ".join(name for side, name in wrong if is_control(side))
+    return " ".join(name for side, name in wrong if _is_control(side))
 
 
-def is_control(side: object) -> bool:
-    """Whether a drafter or verifier is wrong on purpose."""
+def _is_control(side: object) -> bool:
     return bool(getattr(side, "is_negative_control", False))
 
 

@@ -43,7 +43,7 @@ def check(
     axes: Sequence[str],
     *,
     quick: bool = False,
-    partners: Sequence[str] = (),
+    partners: Mapping[str, Sequence[str]] | None = None,
     num_cells: int = 64,
     false_alarm: float = 1e-6,
     power: float = 0.999,
@@ -57,6 +57,8 @@ def check(
     for name, value in (("false_alarm", false_alarm), ("power", power)):
         if not 0 < value < 1:
             raise UsageError(f"study.{name}: expected a number between 0 and 1, got {value!r}")
+    if unknown := sorted((partners or {}).keys() - {"drafter", "verifier"}):
+        raise UsageError(f"study.partners: expected names under drafter and verifier, got {', '.join(unknown)}")
     if num_cells < 1:
         raise UsageError(f"study.num_cells: expected an integer >= 1, got {num_cells!r}")
     for cell in [] if quick else cells:
@@ -79,19 +81,20 @@ def run(
     axes: Sequence[str],
     config: Mapping[str, Any],
     quick: bool = False,
-    partners: Sequence[str] = (),
+    partners: Mapping[str, Sequence[str]] | None = None,
     num_cells: int = 64,
     false_alarm: float = 1e-6,
     power: float = 0.999,
 ) -> str:
     """Enumerate every pair on toys; unless `quick`, decode samples of pairs and test them against the target's own law.
 
-    Sampled are the pairs that claim to be lossless, and those wrong on purpose whose other side is one of `partners`: a
-    lossy rule has no claim that samples could contradict, and one pair shows what is wrong as well as ten.
+    A lossy rule has no claim that samples could contradict, and is not sampled.
 
     Args:
         quick: leave the target out; nothing is loaded.
-        partners: names of drafters and verifiers.
+        partners: "drafter" and "verifier" -> names. In an audit of all drafters with all verifiers the pairs with one
+            of these on its side are sampled, so that every part runs through the engine, and not once with each other
+            part. None samples every pair that makes a claim, as does naming a drafter or a verifier.
         num_cells: most probable outputs of a prompt that are counted one by one.
         false_alarm: probability that any pair of the table is rejected although it is lossless; every p-value is
             compared with its share (Bonferroni).
@@ -105,6 +108,8 @@ def run(
     if not cells:
         raise UsageError("exactness: expected a drafter whose output is judged by the law of the request, got none")
     proofs = _proofs(cells)
+    if not {"drafter", "verifier"} <= set(axes):
+        partners = None
     tested = [] if quick else [i for i, cell in enumerate(cells) if _is_sampled(cell, partners)]
     level = false_alarm / max(1, len(tested))
     sampled: list[Sampled | None] = [None] * len(cells)
@@ -128,13 +133,11 @@ def run(
     return f"{shown}\nTable and manifest are in {store.folder}"
 
 
-def _is_sampled(cell: Cell, partners: Sequence[str]) -> bool:
-    drafter, verifier = cell.pair_on(None, 0)
-    if claim_of(drafter, verifier) != audit.CONTROL:
-        return verifier.is_lossless
-    names = (str(cell.settings["drafter.name"]), str(cell.settings["verifier.name"]))
-    ordinary = [name for side, name in zip((drafter, verifier), names, strict=True) if not audit.is_control(side)]
-    return any(name in partners for name in ordinary)
+def _is_sampled(cell: Cell, partners: Mapping[str, Sequence[str]] | None) -> bool:
+    makes_claim = claim_of(*cell.pair_on(None, 0)) != audit.LOSSY
+    if partners is None:
+        return makes_claim
+    return makes_claim and any(cell.settings[f"{side}.name"] in names for side, names in partners.items())
 
 
 def _proofs(cells: Sequence[Cell]) -> list[Proof]:
