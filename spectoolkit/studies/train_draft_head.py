@@ -237,8 +237,8 @@ def apart(trained: Sequence[Example], held: Sequence[Sequence[int]]) -> tuple[li
 def _common_length(sequences: Sequence[Sequence[int]]) -> int:
     """Tokens that all begin with."""
     ordered = [tuple(sequence) for sequence in sequences]
-    shortest, longest = min(ordered), max(ordered)
-    return next((i for i, token in enumerate(shortest) if token != longest[i]), len(shortest))
+    first, last = min(ordered), max(ordered)  # in lexicographic order: what these share, all share
+    return next((i for i, token in enumerate(first) if token != last[i]), len(first))
 
 
 def _weights(head: Eagle3Head) -> str:
