@@ -9,8 +9,8 @@ INSTALLED := $(VENV)/.installed
 sweep: install  ## the default study: acceptance length over temperature on the embedded model
 	$(BIN)/spectoolkit experiment=temperature_sweep $(ARGS)
 
-test: install  ## the whole test suite
-	$(BIN)/python -m pytest $(ARGS)
+test: install  ## the whole test suite, in two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 gpu-check: install  ## on a machine with a GPU: its tests, then the engine benchmark
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

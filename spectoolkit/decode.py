@@ -22,6 +22,7 @@ from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import take
 from spectoolkit.functional.ragged import row_lengths
 from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier, reads_histories
+from spectoolkit.scoring import Scorer
 
 Observer = Callable[[Sequence[str], Tensor, Proposal, Tensor], None]
 """Called with request ids, target_probs [B, K+1, V] (of several chains: those of the one that the verdict names), the
@@ -38,12 +39,13 @@ def decode(
     num_draft_tokens: int,
     batch_size: int,
     observe: Observer | None = None,
+    score: Scorer = score_proposal,
 ) -> Iterator[Completion]:
     """Decode `requests`, at most `batch_size` at a time; completions come in the order in which they finish.
 
     A step drafts at most K = `num_draft_tokens` tokens per row, and one less than the row may still emit. A row that
     finishes leaves at once, the next waiting request takes its place, and nothing is computed twice. `observe` sees
-    every step before it is over.
+    every step before it is over. `score` says how the target's forward pass is made (`scoring`).
 
     Raises:
         UsageError: what `check_requests` refuses, before the first forward.
@@ -64,7 +66,7 @@ def decode(
         proposal, draft_state = drafter.propose(draft_state, batch.sampling, batch.draft_budget, batch.draft_noise())
         draft_s = clock.lap()
 
-        logits, target_state = score_proposal(target, target_state, batch.last_tokens, proposal)
+        logits, target_state = score(target, target_state, batch.last_tokens, proposal)
         target_s = clock.lap()
 
         target_probs = proposal_probs(batch.sampling, logits, proposal)

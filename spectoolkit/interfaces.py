@@ -15,7 +15,7 @@ consumed by the call that takes it (its buffers may be reused), so only the retu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +75,31 @@ class LanguageModel(Protocol):
 
     def insert(self, state: Any, rows: Sequence[int], other: Any) -> Any:
         """`state` with its `rows` replaced by the rows of `other`, in order."""
+        ...
+
+
+class Part(NamedTuple):
+    """Sequences of Q new tokens that go on from rows of a state, for one forward pass.
+
+    Attributes:
+        rows: [N] the row that each reads; several may read the same one.
+        offsets: [N] how many tokens behind the row's end each begins; those before are in the same or an earlier part.
+        tokens: [N, Q].
+    """
+
+    rows: Tensor
+    offsets: Tensor
+    tokens: Tensor
+
+
+class PartsModel(LanguageModel, Protocol):
+    """A language model that scores sequences which share the caches of rows (`scoring`)."""
+
+    def score_parts(self, state: Any, parts: Sequence[Part], num_tokens: int) -> tuple[list[Tensor], Any]:
+        """Logits [N, Q, V] of each part, one forward pass each, in order; the state, longer by `num_tokens` per row.
+
+        A token that no part holds leaves its slot undefined: it is to be rolled back.
+        """
         ...
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from spectoolkit.datatypes import Completion, StepRecord
+from spectoolkit.errors import RunError
 from spectoolkit.functional.renewal import ExpectedCounts
 from spectoolkit.trajectories import Trajectories
 
@@ -75,8 +76,14 @@ def expected_rows(
 
     Undefined (NaN) where the output does not tell: what a step accepts behind the end of the output (`verified`, where
     a stop ended it), what a position behind a rejection would have done alone, and times.
+
+    Raises:
+        RunError: counts that are not numbers.
     """
     rows: list[dict[str, Any]] = []
+    if bool(counts.steps.isnan().any()):
+        unknown = [trajectories.requests[i].id for i in counts.steps[:, 0].isnan().nonzero()[:, 0].tolist()]
+        raise RunError(f"replay: expected a number of steps for every request, got none for {', '.join(unknown[:5])}")
     for i, (request, output, reason) in enumerate(
         zip(trajectories.requests, trajectories.outputs, trajectories.finish_reasons, strict=True)
     ):

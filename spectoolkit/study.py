@@ -27,7 +27,7 @@ from spectoolkit.provenance import provenance
 from spectoolkit.records import request_row, step_frame
 from spectoolkit.report.cells import CellResult
 
-RECORDS_VERSION = 2
+RECORDS_VERSION = 3
 """Raised when the same settings give other numbers than before, so that older stored cells are not taken for them."""
 
 

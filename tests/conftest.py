@@ -1,9 +1,10 @@
-"""What holds for every test: no network, one thread (tiny tensors get slower with more), no state between tests."""
+"""What holds for every test: no network, one thread (tests run in two processes), no state between tests."""
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # of programs that tests start, too
 
 import torch
 

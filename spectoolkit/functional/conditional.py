@@ -59,7 +59,8 @@ def given_coupled(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> 
     (Maddison et al., arXiv 1411.0030, and Daliri et al., arXiv 2408.07978, conditioned on x; p(x) = 0 as in `ratio`.)
     """
     target, draft = probs_of(target_probs, tokens), probs_of(draft_probs, tokens)
-    scale = torch.where(draft > 0, target / draft, 0)
+    # Clamped, since q(x) may be so small that the ratio overflows, and infinity times q(y) = 0 is not a number.
+    scale = torch.where(draft > 0, target / draft, 0).clamp(max=torch.finfo(draft_probs.dtype).max)
     wide = draft_probs * scale[..., None].to(draft_probs.dtype)
     accepted = 1 / torch.maximum(target_probs, wide).sum(-1, dtype=torch.float64)
     return torch.where((draft > 0) & (target > 0), accepted, draft)

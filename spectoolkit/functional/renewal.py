@@ -38,7 +38,8 @@ def running_minimum(ratios: Tensor) -> Tensor:
 
     G_s(i) = min(1, min_{1 <= j <= i} prod_{l <= j} r_{s,l})
     """
-    return ratios.cumprod(-1).cummin(-1).values.clamp(max=1)
+    # A product that overflowed and then meets a 0 is 0.
+    return ratios.cumprod(-1).nan_to_num(0.0, torch.inf).cummin(-1).values.clamp(max=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from spectoolkit.errors import ContractError, UsageError
-from spectoolkit.interfaces import Tokenizer
+from spectoolkit.interfaces import Part, Tokenizer
+from spectoolkit.models.cache_view import CacheView
 from spectoolkit.models.ragged_cache import ATTENTION, RaggedCache
 from spectoolkit.prompts import Prompt, render
 
@@ -171,6 +172,26 @@ class CausalLM:
             )
         state.end(num_queries)
         return output.logits, state
+
+    @torch.inference_mode()
+    def score_parts(
+        self, state: RaggedCache, parts: Sequence[Part], num_tokens: int
+    ) -> tuple[list[Tensor], RaggedCache]:
+        """See `interfaces.PartsModel`; the caches of the rows that a part reads are copied, one layer at a time."""
+        if state.bound > self.context_length:
+            self._check_length(max(state.read_lengths()))
+        scored = []
+        for rows, offsets, tokens in parts:
+            steps = torch.arange(tokens.shape[1], device=self.device)
+            positions = (state.lengths[rows] + offsets)[:, None] + steps
+            view = CacheView(state, rows, positions, num_tokens)
+            with self._keeping_features(view):
+                output = self.hf_model(
+                    input_ids=tokens.to(self.device), position_ids=positions, cache=view, use_cache=True
+                )
+            scored.append(output.logits)
+        state.end(num_tokens)
+        return scored, state
 
     def rollback(self, state: RaggedCache, lengths: Tensor) -> RaggedCache:
         """Keep the first `lengths` [B] tokens of each row; nothing is computed or read back."""

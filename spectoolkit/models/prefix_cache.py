@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spectoolkit.interfaces import LanguageModel
+from spectoolkit.interfaces import LanguageModel, Part
 
 
 class PrefixCache:
@@ -59,6 +59,9 @@ class PrefixCache:
 
     def score(self, state: Any, tokens: Tensor) -> tuple[Tensor, Any]:
         return self.model.score(state, tokens)
+
+    def score_parts(self, state: Any, parts: Sequence[Part], num_tokens: int) -> tuple[list[Tensor], Any]:
+        return self.model.score_parts(state, parts, num_tokens)  # type: ignore[attr-defined]
 
     def rollback(self, state: Any, lengths: Tensor) -> Any:
         return self.model.rollback(state, lengths)

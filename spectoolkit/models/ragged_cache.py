@@ -32,7 +32,7 @@ _ALIGNMENT = 8
 _MAX_BLIND_PASSES = 16
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -79,7 +79,7 @@ class RaggedLayer(CacheLayerMixin):
         """Make room for `capacity` slots per row."""
         current = self.keys.shape[2]
         if capacity > current:
-            capacity = max(_aligned(capacity), 2 * current)
+            capacity = max(aligned(capacity), 2 * current)
             padding = (0, 0, 0, capacity - current)
             self.keys = functional.pad(self.keys, padding)  # pyright: ignore[reportIncompatibleVariableOverride]
             self.values = functional.pad(self.values, padding)  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -139,7 +139,7 @@ class RaggedCache(Cache):
         needs_mask = not is_uniform or (num_queries > 1 and self.bound > 0)
         num_visible = self.bound + num_queries
         self._append = _Append(
-            num_visible=_aligned(num_visible) if needs_mask else num_visible,
+            num_visible=aligned(num_visible) if needs_mask else num_visible,
             start=self.bound if is_uniform else None,
             positions=positions,
             index={},
@@ -217,7 +217,7 @@ class RaggedCache(Cache):
         if self.known_lengths is not None:
             selected.known_lengths = [self.known_lengths[row] for row in rows]
             selected.bound = max(selected.known_lengths, default=0)
-        used = _aligned(selected.bound)
+        used = aligned(selected.bound)
         for layer in self._ragged_layers():
             copy = RaggedLayer()
             copy.keys = layer.keys[:, :, :used].index_select(0, index)

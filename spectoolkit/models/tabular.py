@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit.errors import ContractError, UsageError
+from spectoolkit.interfaces import Part
 from spectoolkit.prompts import Prompt
 
 _MAX_TABLE_ENTRIES = 10_000_000
@@ -106,6 +107,24 @@ class TabularModel:
         for back in reversed(range(self.order)):
             context = context * self.vocab_size + buffer.gather(1, ends + self.order - back)
         return self._logits[context], TabularState(buffer, state.lengths + num_queries)
+
+    def score_parts(
+        self, state: TabularState, parts: Sequence[Part], num_tokens: int
+    ) -> tuple[list[Tensor], TabularState]:
+        """See `interfaces.PartsModel`."""
+        longest = int(state.lengths.max()) if len(state.lengths) else 0
+        width = self.order + longest + num_tokens
+        buffer = torch.nn.functional.pad(state.tokens, (0, max(0, width - state.tokens.shape[1])))
+        scored = []
+        for rows, offsets, tokens in parts:
+            steps = torch.arange(tokens.shape[1], device=self.device)
+            ends = (state.lengths[rows] + offsets)[:, None] + steps + self.order
+            buffer[rows[:, None], ends] = tokens
+            context = torch.zeros_like(ends)
+            for back in reversed(range(self.order)):
+                context = context * self.vocab_size + buffer[rows[:, None], ends - back]
+            scored.append(self._logits[context])
+        return scored, TabularState(buffer, state.lengths + num_tokens)
 
     def rollback(self, state: TabularState, lengths: Tensor) -> TabularState:
         """Keep the first `lengths` [B] tokens of each row."""

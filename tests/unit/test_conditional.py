@@ -35,3 +35,19 @@ def test_a_near_tie_that_flips_between_two_passes_counts_as_what_was_emitted(red
     emitted = torch.tensor([[0]])
     assert reduce(scored, torch.tensor([[[1.0, 0.0, 0.0]]]), emitted).item() == 1
     assert reduce(scored, torch.tensor([[[0.0, 1.0, 0.0]]]), emitted).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reduce", [ratio, given_rejection, given_match, given_coupled])
+def test_probabilities_near_the_smallest_number_give_no_nan(reduce, dtype):
+    """At low temperatures q(x) or p(x) underflows almost, and a ratio of the two overflows float32."""
+    tiny = 1e-42 if dtype == torch.float32 else 1e-320
+    sharp, elsewhere = [tiny, 1.0, 0.0], [1.0, tiny, 0.0]
+    for target, draft in ((sharp, elsewhere), (elsewhere, sharp), (sharp, sharp), ([0.0, 1.0, 0.0], elsewhere)):
+        rows = [torch.tensor([[row]], dtype=dtype) for row in (target, draft)]
+        for token in range(3):
+            found = reduce(*rows, torch.tensor([[token]]))
+            assert not found.isnan().any(), (target, draft, token)
+            if reduce is not ratio:
+                assert 0 <= found.item() <= 1 + 1e-12
+    assert given_coupled(torch.tensor([[elsewhere]]), torch.tensor([[sharp]]), torch.tensor([[0]])).item() < 1e-30

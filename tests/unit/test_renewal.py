@@ -101,3 +101,8 @@ def test_running_minimum_lies_above_the_product_of_capped_ratios():
     ratios = torch.tensor([[[0.5, 4.0, 0.5], [2.0, 0.5, 0.5]]], dtype=F64)
     assert running_minimum(ratios).tolist() == [[[0.5, 0.5, 0.5], [1.0, 1.0, 0.5]]]
     assert (running_minimum(ratios) >= product_of_factors(ratios.clamp(max=1))).all()
+
+
+def test_a_product_of_ratios_that_overflows_and_meets_a_zero_is_zero():
+    found = running_minimum(torch.tensor([[[1e200, 1e200, 0.0, 1e200]]], dtype=torch.float64))
+    assert found.tolist() == [[[1, 1, 0, 0]]]
