@@ -269,8 +269,8 @@ def tabulated(runs: Mapping[tuple[int, str], Sequence[Run]], experiment: Experim
     interval over prompts; `al_difference` is that minus the acceptance length of one forward at the same batch size,
     paired by prompt (0 exactly where all tokens and steps are the same). Per emitted token: `slots` computed,
     `rejected` drafts, `unused` ones, `placeholders`, and what lies behind an output's end
-    (`cut`); with the token itself they sum to slots. `peak_mib`: largest over the turns. `same_tokens`: share of requests
-    with the tokens of batch size 1.
+    (`cut`); with the token itself they sum to slots. `peak_mib`: largest over the turns. `same_tokens`: share of
+    requests with the tokens of batch size 1.
     """
     rows: list[dict[str, Any]] = []
     frames = {key: _request_rows(done, experiment) for key, done in runs.items()}
