@@ -78,7 +78,7 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
         elif match := _NUM_DRAFT_TOKENS.search(line):
             n = int(match[1])
             topk = _TOPK.search(line)
-            is_chain = bool(topk) and topk[1] == "1" if topk else False
+            is_chain = topk is not None and topk[1] == "1"
         else:
             gauges.add(line)
     if batches:

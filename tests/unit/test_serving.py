@@ -6,6 +6,8 @@ The lines are written here, in the forms of the engines' sources (named in `spec
 import gzip
 import hashlib
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +178,13 @@ def test_counters_add_up_over_engines_and_restarts():
     whole = counters(early).splitlines(keepends=True)
     whole[-1] = whole[-1].rstrip("\n")
     assert "position_4" not in values(vllm.read(whole))  # its last digits may be missing
+
+
+def test_a_restart_sets_back_every_counter_of_its_process():
+    """Fails when a counter that has overtaken its old value meanwhile is taken to have gone on."""
+    early, again = [(K, K)] * 2 + [(K, 0)] * 48, [(K, K)] * 5
+    served = vllm.read((counters(early) + counters(again)).splitlines(keepends=True))
+    assert values(served) == expected(early + again)
 
 
 def test_counters_of_v0_know_no_drafts():
@@ -430,6 +439,16 @@ def test_what_is_not_understood_is_refused_by_name(arguments, message, tmp_path)
     ]
     with pytest.raises(UsageError, match=message):
         command.run(filled)
+
+
+def test_the_command_line_leads_there(tmp_path):
+    (tmp_path / "serve.log").write_text(v1_line(drafts_of(0, 40)))
+    call = [sys.executable, "-m", "spectoolkit.cli", "import", "vllm"]
+    for name, code, said in (("serve.log", 0, "Acceptance as served"), ("none.log", 2, "expected a readable file")):
+        done = subprocess.run([*call, name], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert said in (done.stderr if code else done.stdout)
+    assert [path.name for path in tmp_path.iterdir()] == ["serve.log"]
 
 
 @pytest.mark.parametrize("name", ["accounting", "draft_length", "temperature_sweep"])
