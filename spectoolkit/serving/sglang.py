@@ -88,7 +88,7 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
     described = _described(pairs, n, half)
     if not batches and gauges.scrapes:
         described = tuple(_as_gauge(definition) for definition in described)
-    readings = [Reading(_batch_ratios(*batch), time) for time, *batch in batches]
+    readings = [Reading(_batch_ratios(weight, length, rate), time) for time, weight, length, rate in batches]
     readings += [_request_reading(*request) for request in requests]
     if not batches:
         readings += [_gauge_reading(scrape) for scrape in gauges.scrapes]

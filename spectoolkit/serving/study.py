@@ -50,7 +50,7 @@ def read(folder: str, num_draft_tokens: int | None) -> list[Predicted]:
     names = list(table.columns)
     head = [name for name in names[: names.index("lossless")] if name not in ("scope", "category")]
     shown = [name for name in head if name.partition(".")[0] not in head or "." not in name]
-    cells = [_cell(row, shown) for row in table[table["scope"] == "overall"].to_dict("records")]
+    cells = [_cell(row, shown) for row in pd.DataFrame(table[table["scope"] == "overall"]).to_dict("records")]
     kept = [cell for cell in cells if num_draft_tokens in (None, cell.numbers[_K])]
     if not kept:
         lengths = ", ".join(f"{k:g}" for k in sorted({cell.numbers[_K] for cell in cells}))

@@ -246,6 +246,9 @@ def test_sglang_requests_are_counted():
     served = sglang.read([finish.format(60, 20), finish.format(10, 10), finish.format(1, 0)])
     assert values(served) == {"request_length": 70 / 30, "request_mean": 2.0}
     assert served.unit == "requests"
+    both = sglang.read([sglang_line(1, 2.5), finish.format(60, 20)])
+    assert values(both) == {"length": 2.5, "request_length": 3.0, "request_mean": 3.0}
+    assert both.unit == "log intervals and requests"
 
 
 def test_sglang_gauges_are_named_as_what_they_are():
