@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 SHOW_TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch
+# First word -> module whose `run(arguments)` gives the text to print; anything else is for Hydra.
+_COMMANDS = {"import": "spectoolkit.serving.command"}
 
 
 def main() -> None:
@@ -16,6 +19,9 @@ def main() -> None:
 
 
 def _run() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] in _COMMANDS:
+        print(importlib.import_module(_COMMANDS[sys.argv[1]]).run(sys.argv[2:]))
+        return
     # Imported here, so that an interruption while the packages are read ends as any other.
     import hydra
     from hydra.core.hydra_config import HydraConfig
