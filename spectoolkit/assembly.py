@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
@@ -23,7 +24,8 @@ from spectoolkit.errors import UsageError
 from spectoolkit.interfaces import Drafter, DraftStream, LanguageModel, Verifier
 from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.prefix_cache import PrefixCache
-from spectoolkit.prompts import Prompt
+from spectoolkit.prompt_length import LengthRule, fit
+from spectoolkit.prompts import Prompt, PromptSet
 from spectoolkit.replay import check_replayable
 from spectoolkit.study import Cell, Experiment
 
@@ -32,7 +34,10 @@ NOT_OF_A_CELL = ("name", "folder", "grid", "cases", "pairs", "study")
 NO_EFFECT_ON_NUMBERS = ("target.cache_dir",)
 ENGINES = ("live", "replay", "auto")
 OF_THE_TEXT = ("max_new_tokens", "samples_per_prompt", "seed", "ignore_eos", "stop_strings")
+OF_PROMPT_LENGTH = ("max_tokens", "too_long")
 MOST_DRAFT_TOKENS = 1024
+
+_log = logging.getLogger(__name__)
 
 
 class Errors:
@@ -73,9 +78,26 @@ class Loaders:
         self.draft_model = cache(self._draft_model)
         self.prefix_cache = cache(self._prefix_cache)
         self.content = cache(_content)
+        self.encoded = cache(self._encoded)
 
     def _prompts(self, node: str) -> tuple[Prompt, ...]:
-        return tuple(call(json.loads(node)))
+        made = call(json.loads(node))
+        return made if isinstance(made, PromptSet) else tuple(made)
+
+    def _encoded(
+        self, node: str, target_node: str, chat_template: bool, rule: LengthRule, max_new_tokens: int
+    ) -> tuple[tuple[tuple[Prompt, tuple[int, ...]], ...], dict[str, int]]:
+        """The prompts that are used with their tokens, and what was changed or left out on the way, with how often."""
+        target, prompts = self.target(target_node), self.prompts(node)
+
+        def encode(prompt: Prompt) -> list[int]:
+            return target.tokenizer.encode(prompt, chat_template)
+
+        fitting = fit(prompts, encode, rule, target.context_length - max_new_tokens)
+        changes = {**getattr(prompts, "changes", {}), **fitting.changes}
+        if changes:
+            _log.warning("prompts: %s", "; ".join(f"{count} {what}" for what, count in changes.items()))
+        return tuple((prompt, tuple(encode(prompt))) for prompt in fitting), changes
 
     def _target(self, node: str) -> LanguageModel:
         return call(json.loads(node))
@@ -122,6 +144,10 @@ def make_cell(config: Mapping[str, Any], choices: Mapping[str, str], loaders: Lo
         params = _sampling_params(groups["sampling"])
     prompts: tuple[Prompt, ...] = ()
     chat_template = groups["prompts"].pop("chat_template", None)
+    rule = LengthRule()
+    with errors.collecting:
+        said = {key: groups["prompts"].pop(key) for key in OF_PROMPT_LENGTH if key in groups["prompts"]}
+        rule = LengthRule(**said)
     with errors.collecting:
         if not isinstance(chat_template, bool):
             raise UsageError(f"prompts.chat_template: expected true or false, got {chat_template!r}")
@@ -151,6 +177,8 @@ def make_cell(config: Mapping[str, Any], choices: Mapping[str, str], loaders: Lo
     is_lossless = verifier.is_lossless and not getattr(drafter, "is_negative_control", False)
     settings |= {"verifier.is_lossless": is_lossless, "engine": engine}
     unused = () if uses_draft_model else ("draft_model.",)
+    if rule.too_long == "error":  # refusing changes no numbers
+        unused += tuple(f"prompts.{key}" for key in OF_PROMPT_LENGTH)
     if engine == "live":
         unused += ("engine", "trajectories")
     contents |= {"prompts.content": _hash(repr(prompts))}
@@ -178,8 +206,10 @@ def make_cell(config: Mapping[str, Any], choices: Mapping[str, str], loaders: Lo
         clusters: dict[str, str] = {}
         categories: dict[str, str] = {}
         requests: list[Request] = []
-        for prompt in prompts:
-            tokens = tuple(target.tokenizer.encode(prompt, bool(chat_template)))
+        encoded, changes = loaders.encoded(
+            _freeze(groups["prompts"]), target_node, bool(chat_template), rule, config["max_new_tokens"]
+        )
+        for prompt, tokens in encoded:
             for sample in range(config["samples_per_prompt"]):
                 request_id = f"{prompt.id}/{sample}"
                 clusters[request_id], categories[request_id] = prompt.id, prompt.category
@@ -203,6 +233,7 @@ def make_cell(config: Mapping[str, Any], choices: Mapping[str, str], loaders: Lo
             categories=categories,
             num_draft_tokens=config["num_draft_tokens"],
             batch_size=config["batch_size"],
+            prompt_changes=changes,
         )
 
     def pair_on(draft_model: LanguageModel | None, vocab_size: int) -> tuple[Drafter, Verifier]:

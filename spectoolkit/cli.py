@@ -26,19 +26,23 @@ def _run() -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
-    from spectoolkit import config
+    from spectoolkit.files import config_folder
 
     arguments = sys.argv[1:]
     if all(argument in ("-m", "--multirun") for argument in arguments if argument.startswith("-")):
+        from spectoolkit import config  # not for what Hydra answers itself: completion waits for it at every key
+
         # Hydra's own complaints, with our exit code.
         config.check_overrides([argument for argument in arguments if not argument.startswith("-")])
 
     def task(_: Any) -> None:
+        from spectoolkit import config
+
         said = HydraConfig.get().overrides
         searched = [override for override in said.hydra if override.startswith("hydra.searchpath=")]
         _reporting(lambda: print(config.plan([*searched, *said.task]).run()))
 
-    hydra.main(config_path=str(config.config_folder()), config_name="config", version_base="1.3")(task)()
+    hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(task)()
 
 
 def _reporting(action: Callable[[], object]) -> None:

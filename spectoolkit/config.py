@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from spectoolkit import assembly
 from spectoolkit.assembly import GROUPS, Errors, Loaders, make_cell
 from spectoolkit.errors import UsageError
+from spectoolkit.files import config_folder
 from spectoolkit.report.cells import check_shared
 from spectoolkit.study import Cell, Store
 
@@ -33,12 +34,6 @@ PAIRED = ("drafter", "verifier")
 PROVIDED_TO_STUDIES = ("cells", "store", "axes", "config")
 MOST_CHECKED = 64
 """Points of a multirun that are composed beforehand, to find mistakes early."""
-
-
-def config_folder() -> Path:
-    """The folder of the YAML files: inside the installed package, or at the top of a checkout."""
-    package = Path(__file__).parent
-    return next(folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir())
 
 
 @dataclass(frozen=True)

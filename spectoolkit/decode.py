@@ -138,7 +138,8 @@ def check_requests(
                 raise UsageError(
                     f"request {request.id!r}: expected prompt and output to fit into the {model.context_length} tokens "
                     f"of the context of the {role} {model.name}, got {len(request.prompt)} prompt tokens and "
-                    f"max_new_tokens {request.max_new_tokens}"
+                    f"max_new_tokens {request.max_new_tokens}; prompts.too_long=skip, keep_head or keep_tail with "
+                    "prompts.max_tokens=... leaves long prompts out or cuts them"
                 )
         if any(token >= target.vocab_size for token in request.params.logit_bias):
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, also with several writers at once."""
+"""Files that appear complete or not at all, also with several writers at once; where the configs are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spectoolkit.errors import RunError
+
+
+def config_folder() -> Path:
+    """The folder of the YAML files: inside the installed package, or at the top of a checkout."""
+    package = Path(__file__).parent
+    return next(folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir())
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> Path:

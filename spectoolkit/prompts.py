@@ -11,17 +11,15 @@ import importlib.metadata
 import importlib.resources
 import itertools
 import json
-import re
-import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from spectoolkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "user", "assistant")
@@ -39,7 +37,7 @@ class Message:
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
-            raise UsageError(f"message role: expected one of {', '.join(ROLES)}; got {_shown(self.role)}")
+            raise UsageError(f"message role: expected one of {', '.join(ROLES)}; got {shown(self.role)}")
         _check_text(self.content, "message content")
 
 
@@ -72,6 +70,23 @@ class Prompt:
             )
 
 
+class PromptSet(tuple[Prompt, ...]):
+    """Prompts, and how many were changed or left out on the way to them.
+
+    Attributes:
+        changes: what was done -> how many it was done to, to be read as "12 rows skipped".
+    """
+
+    changes: Mapping[str, int] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, prompts: Iterable[Prompt], changes: Mapping[str, int]) -> PromptSet:
+        """A set of `prompts`; changes that were made to none are forgotten."""
+        made = cls(prompts)
+        made.changes = {what: count for what, count in changes.items() if count}
+        return made
+
+
 def check_unique_ids(prompts: Iterable[Prompt]) -> None:
     """Raise `UsageError` naming the first id that occurs twice."""
     seen: set[str] = set()
@@ -101,7 +116,7 @@ def load_self_written(limit: int, seed: int = 0) -> tuple[Prompt, ...]:
     Say ignore_eos=true with it, or the text ends with the user's first turn. Another `seed` gives other conversations.
     Raises `UsageError` for a limit below 1.
     """
-    _check_limit(limit)
+    check_limit(limit)
     return tuple(Prompt(f"self-written-{seed}-{i:05d}", "self-written", messages=()) for i in range(limit))
 
 
@@ -155,63 +170,6 @@ def load_jsonl(
     return _limited(_parse_jsonl(data, str(path), id_field, category_field, text_field, messages_field), limit)
 
 
-def load_datasets(
-    path: str,
-    config_name: str | None = None,
-    split: str = "train",
-    column: str | None = None,
-    template: str | None = None,
-    id_column: str | None = None,
-    category_column: str | None = None,
-    limit: int | None = None,
-    data_files: Any = None,
-) -> tuple[Prompt, ...]:
-    """Return the prompts in any source that ``datasets.load_dataset`` reads.
-
-    `path`, `config_name`, `split` and `data_files` are passed on to that function. Exactly one of `column` and
-    `template` says what the prompt is. A column holds strings (raw text) or lists of {role, content}; assistant
-    messages at the end of such a list are left out, since they are the data set's own answer. A template is filled with
-    the row's columns by `str.format`, as in "Summarise: {article}", and gives raw text.
-
-    Without `id_column` the id is "row-<index>", with the index in the whole split; without `category_column` every
-    category is "all". `limit` keeps that many, spread evenly over the categories (see `spread`), so without
-    `category_column` the first ones.
-    Raises `UsageError` for a source that cannot be loaded, a missing column, a bad template, an empty or ill-typed
-    value, duplicate ids or a split without rows.
-    """
-    if (column is None) == (template is None):
-        given = "neither" if column is None else "both"
-        raise UsageError(f"column, template: expected exactly one of them; got {given}")
-    if not isinstance(split, str):
-        raise UsageError(f'split: expected the name of a split, such as "train"; got {_shown(split)}')
-    _check_limit(limit)
-    template_columns = [] if template is None else _template_columns(template)
-
-    dataset = _load_dataset(path, config_name, split, data_files)
-    wanted = [("id_column", id_column), ("category_column", category_column), ("column", column)]
-    wanted += [("template", used) for used in template_columns]
-    dataset = _with_columns(dataset, wanted)
-    if len(dataset) == 0:
-        raise UsageError(f"path: expected at least one row in split {split!r} of {path!r}; got none")
-    indices = spread(["all"] * len(dataset) if category_column is None else map(str, dataset[category_column]), limit)
-
-    prompts = []
-    for index in indices:
-        row = cast(dict[str, Any], dataset[index])
-        where = f"{path}, split {split}, row {index}"
-        identifier = f"row-{index}" if id_column is None else _label(row[id_column], id_column, where)
-        category = "all" if category_column is None else _label(row[category_column], category_column, where)
-        if template is not None:
-            content = {"text": _fill(template, template_columns, row, where)}
-        elif isinstance(value := row[cast(str, column)], list):
-            content = {"messages": _without_final_answers(value)}
-        else:
-            content = {"text": value}
-        prompts.append(_make_prompt(identifier, category, content, column or "template", where))
-    check_unique_ids(prompts)
-    return tuple(prompts)
-
-
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> list[int]:
     """Return the token ids of a prompt, a list of shape [tokens] with at least one entry.
 
@@ -242,22 +200,26 @@ def spread(categories: Iterable[str], limit: int | None) -> list[int]:
     least ceil(limit / C) items, every one of them gets floor(limit / C) or ceil(limit / C).
     Raises `UsageError` for a limit below 1.
     """
-    _check_limit(limit)
+    check_limit(limit)
+    return sorted(itertools.islice(rounds(categories), limit))
+
+
+def rounds(categories: Iterable[str]) -> Iterator[int]:
+    """Yield the indices of all items in the order in which `spread` takes them."""
     members: dict[str, list[int]] = {}
     for index, category in enumerate(categories):
         members.setdefault(category, []).append(index)
-    rounds = itertools.zip_longest(*members.values())
-    turns = [index for one_round in rounds for index in one_round if index is not None]
-    return sorted(turns[:limit])
+    for one_round in itertools.zip_longest(*members.values()):
+        yield from (index for index in one_round if index is not None)
 
 
 def _limited(prompts: tuple[Prompt, ...], limit: int | None) -> tuple[Prompt, ...]:
     return tuple(prompts[index] for index in spread([prompt.category for prompt in prompts], limit))
 
 
-def _check_limit(limit: int | None) -> None:
+def check_limit(limit: int | None) -> None:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise UsageError(f"limit: expected a whole number of at least 1, or null for all; got {_shown(limit)}")
+        raise UsageError(f"limit: expected a whole number of at least 1, or null for all; got {shown(limit)}")
 
 
 def _only_categories(prompts: tuple[Prompt, ...], categories: Sequence[str]) -> tuple[Prompt, ...]:
@@ -265,11 +227,11 @@ def _only_categories(prompts: tuple[Prompt, ...], categories: Sequence[str]) -> 
     # A string is a sequence too: "code" would be read as the categories c, o, d and e.
     if isinstance(categories, str) or not isinstance(categories, Sequence) or not categories:
         raise UsageError(
-            f"categories: expected a list of at least one of {', '.join(available)}; got {_shown(categories)}"
+            f"categories: expected a list of at least one of {', '.join(available)}; got {shown(categories)}"
         )
     for category in categories:
         if category not in available:
-            raise UsageError(f"categories: expected only {', '.join(available)}; got {_shown(category)}")
+            raise UsageError(f"categories: expected only {', '.join(available)}; got {shown(category)}")
     return tuple(prompt for prompt in prompts if prompt.category in categories)
 
 
@@ -280,8 +242,8 @@ def _parse_jsonl(
     first_lines: dict[str, int] = {}
     for number, row in _json_objects(data, source):
         where = f"{source}, line {number}"
-        identifier = _label(row[id_field], id_field, where) if id_field in row else f"line-{number}"
-        category = _label(row[category_field], category_field, where) if category_field in row else "all"
+        identifier = label(row[id_field], id_field, where) if id_field in row else f"line-{number}"
+        category = label(row[category_field], category_field, where) if category_field in row else "all"
         content = {
             key: row[field]
             for key, field in (("text", text_field), ("messages", messages_field))
@@ -291,7 +253,7 @@ def _parse_jsonl(
             given = "both" if content else f"neither among the fields {', '.join(row) or '(none)'}"
             raise UsageError(f"{where}: expected exactly one of {text_field!r} and {messages_field!r}; got {given}")
         field = text_field if "text" in content else messages_field
-        prompt = _make_prompt(identifier, category, content, field, where)
+        prompt = make_prompt(identifier, category, content, field, where)
         if identifier in first_lines:
             raise UsageError(
                 f"{where}: expected unique ids; got {identifier!r}, which line {first_lines[identifier]} has already"
@@ -317,11 +279,11 @@ def _json_objects(data: bytes, source: str) -> Iterable[tuple[int, dict[str, Any
         except (ValueError, RecursionError) as error:  # ValueError: not JSON, or an endless number
             raise UsageError(f"{where}: expected one JSON object; got an unreadable line ({error})") from error
         if not isinstance(row, dict):
-            raise UsageError(f"{where}: expected one JSON object; got {_shown(row)}")
+            raise UsageError(f"{where}: expected one JSON object; got {shown(row)}")
         yield number, row
 
 
-def _make_prompt(identifier: str, category: str, content: Mapping[str, Any], field: str, where: str) -> Prompt:
+def make_prompt(identifier: str, category: str, content: Mapping[str, Any], field: str, where: str) -> Prompt:
     """Build a prompt from {"text": ...} or {"messages": [...]}; `field` and `where` are for the error message."""
     try:
         if "text" in content:
@@ -334,13 +296,13 @@ def _make_prompt(identifier: str, category: str, content: Mapping[str, Any], fie
 
 def _make_messages(value: Any, field: str) -> tuple[Message, ...]:
     if not isinstance(value, list):
-        raise UsageError(f"{field!r}: expected a list of {{role, content}}; got {_shown(value)}")
+        raise UsageError(f"{field!r}: expected a list of {{role, content}}; got {shown(value)}")
     if not value:
         raise UsageError(f"{field!r}: expected at least one message; got none")
     messages = []
     for position, item in enumerate(value, start=1):
         if not isinstance(item, dict) or "role" not in item or "content" not in item:
-            raise UsageError(f"{field!r} message {position}: expected {{role, content}}; got {_shown(item)}")
+            raise UsageError(f"{field!r} message {position}: expected {{role, content}}; got {shown(item)}")
         try:
             messages.append(Message(item["role"], item["content"]))
         except UsageError as error:
@@ -348,16 +310,16 @@ def _make_messages(value: Any, field: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _label(value: Any, field: str, where: str) -> str:
+def label(value: Any, field: str, where: str) -> str:
     """Return an id or category as a string; data sets often hold whole numbers here."""
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-        raise UsageError(f"{where}: {field!r}: expected a non-empty string or a whole number; got {_shown(value)}")
+        raise UsageError(f"{where}: {field!r}: expected a non-empty string or a whole number; got {shown(value)}")
     return str(value)
 
 
 def _check_text(value: Any, what: str) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise UsageError(f"{what}: expected a non-empty string; got {_shown(value)}")
+        raise UsageError(f"{what}: expected a non-empty string; got {shown(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -365,72 +327,10 @@ def _check_text(value: Any, what: str) -> None:
         raise UsageError(f"{what}: expected text; got the lone surrogate {value[error.start]!r}") from error
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value for an error message with its type, cut to a readable length."""
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
-
-
-def _load_dataset(path: str, config_name: str | None, split: str, data_files: Any) -> Dataset:
-    # Imported here because it takes a second or more, which no other prompt source should pay for.
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    try:
-        return datasets.load_dataset(path, name=config_name, split=split, data_files=data_files)
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise UsageError(
-            "path, config_name, split, data_files: expected a source that datasets.load_dataset can read; "
-            f"got path={path!r}, config_name={config_name!r}, split={split!r}, data_files={data_files!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _with_columns(dataset: Dataset, wanted: Iterable[tuple[str, str | None]]) -> Dataset:
-    """Return the data set with the wanted columns only, each given as (argument that asks for it, column or None)."""
-    available = dataset.column_names
-    needed = []
-    for argument, column in wanted:
-        if column is not None and column not in available:
-            raise UsageError(
-                f"{argument}: expected one of the available columns ({', '.join(available)}); got {column!r}"
-            )
-        if column is not None and column not in needed:
-            needed.append(column)
-    # The other columns may hold images or sound, which would be decoded whenever a row is read.
-    return dataset.select_columns(needed)
-
-
-def _template_columns(template: str) -> list[str]:
-    """Return the columns that a template uses, in order: "{a}: {b[c]}" gives ["a", "b"]."""
-    try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"template: expected a str.format template; got {template!r} ({error})") from error
-    columns = [re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields]
-    if not columns or "" in columns:
-        raise UsageError(f"template: expected named columns in braces, such as {{article}}; got {template!r}")
-    return columns
-
-
-def _fill(template: str, columns: Iterable[str], row: Mapping[str, Any], where: str) -> str:
-    for column in columns:
-        # str.format would write "None" into the prompt.
-        if row[column] is None:
-            raise UsageError(f"{where}: template: expected a value in column {column!r}; got None")
-    try:
-        return template.format(**row)
-    except (LookupError, AttributeError, ValueError, TypeError) as error:
-        raise UsageError(
-            f"{where}: template: expected one that fits the row; got {template!r} ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _without_final_answers(messages: list[Any]) -> list[Any]:
-    end = len(messages)
-    while end and isinstance(messages[end - 1], dict) and messages[end - 1].get("role") == "assistant":
-        end -= 1
-    return messages[:end]
 
 
 def _apply_chat_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -461,6 +361,6 @@ def _opening(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Any:
     if text.count(words) != 1:
         raise UsageError(
             f"prompt {prompt.id!r}: expected a chat template that writes the user's words once, as they are; "
-            f"got {_shown(text)}"
+            f"got {shown(text)}"
         )
     return tokenizer(text[: text.index(words)], add_special_tokens=False)["input_ids"]

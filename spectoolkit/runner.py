@@ -55,6 +55,7 @@ def run_live(cell: Cell, store: Store, progress: Progress) -> None:
     """Decode one cell and keep it."""
     progress.set_description(cell.label)
     experiment = cell.build()
+    progress.update(cell.num_requests - len(experiment.requests))  # left out
     begin = time.perf_counter()
     completions: list[Completion] = []
     for completion in completions_of(experiment):
@@ -79,7 +80,9 @@ def completions_of(experiment: Experiment, observe: Observer | None = None) -> I
 def run_replay(cells: Sequence[Cell], store: Store, progress: Progress) -> None:
     """Replay cells that differ in nothing but drafter, verifier and K, and keep them."""
     progress.set_description(f"replay of {len(cells)} cells")
+    num_turns = 1 + _must_sample(cells[0], store)
     experiments = [cell.build() for cell in cells]
+    progress.update(num_turns * (cells[0].num_requests - len(experiments[0].requests)))  # left out
     outputs, source = outputs_of(cells[0], experiments[0], store, progress)
     begin = time.perf_counter()
     strategies: dict[str, Strategy] = {}  # cells that differ in K only share one
@@ -90,7 +93,11 @@ def run_replay(cells: Sequence[Cell], store: Store, progress: Progress) -> None:
     counts = replay(experiments[0].target, list(strategies.values()), outputs, progress.update)
     by_key = dict(zip(strategies, counts, strict=True))
     wall_s = time.perf_counter() - begin
-    how = {"trajectories": source, "wall_s": round(wall_s / len(cells), 3)}  # of the cell's share of the pass
+    how = {
+        "trajectories": source,
+        "wall_s": round(wall_s / len(cells), 3),  # of the cell's share of the pass
+        "prompt_changes": dict(experiments[0].prompt_changes),
+    }
     for cell, experiment in zip(cells, experiments, strict=True):
         rows = expected_rows(
             by_key[_strategy_key(cell)][experiment.num_draft_tokens - 1],

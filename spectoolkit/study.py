@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Experiment:
     Attributes:
         clusters: request id -> the prompt it came from.
         categories: request id -> category of that prompt.
+        prompt_changes: what was changed in or left out of the prompt set -> how often; kept with the cell's rows.
     """
 
     target: LanguageModel
@@ -48,6 +49,7 @@ class Experiment:
     categories: Mapping[str, str]
     num_draft_tokens: int
     batch_size: int
+    prompt_changes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Cell:
         settings: everything that identifies it, flat: {"sampling.temperature": 0.7, "drafter.name": "argmax", ...}.
         identity: the part of the settings that can change its numbers; its hash names the files.
         text_identity: the part of the settings that the law of an output of the target depends on.
+        num_requests: at most; prompts that turn out to be too long may be left out (`Experiment.prompt_changes`).
         build: loads models and prompts; called only when the cell is not on disk.
         pair_on: (draft model, vocabulary size) -> its drafter with that draft model, and its verifier; loads nothing.
     """
@@ -147,7 +150,8 @@ class Store:
         ]
         steps = step_frame(completions)
         replace(self._path("steps", cell), lambda path: steps.to_parquet(path, index=False))
-        self.save(cell, pd.DataFrame(rows), {"wall_s": round(wall_s, 3)})
+        how = {"wall_s": round(wall_s, 3), "prompt_changes": dict(experiment.prompt_changes)}
+        self.save(cell, pd.DataFrame(rows), how)
 
     def save(self, cell: Cell, rows: pd.DataFrame, how: Mapping[str, Any]) -> None:
         """Keep the request rows of a finished cell, and how they were computed (in the file's metadata)."""

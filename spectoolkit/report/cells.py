@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,13 @@ class CellResult:
 
     settings: Mapping[str, object]
     rows: pd.DataFrame
+
+
+def prompt_note(cells: Iterable[CellResult]) -> str:
+    """What was changed in or left out of the prompts of the cells (`study.Experiment.prompt_changes`), or ""."""
+    changes = [change for cell in cells for change in (cell.rows.attrs.get("prompt_changes") or {}).items()]
+    found = "; ".join(f"{count} {what}" for what, count in dict.fromkeys(changes))
+    return f"Of the prompt set: {found}." if found else ""
 
 
 def covers(axis: str, key: str) -> bool:

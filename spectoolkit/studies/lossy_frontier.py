@@ -28,6 +28,7 @@ from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.records import request_row
 from spectoolkit.report import plots
+from spectoolkit.report.cells import prompt_note
 from spectoolkit.report.frontier import frontier_figure
 from spectoolkit.runner import completions_of
 from spectoolkit.study import Cell, Experiment, Store
@@ -144,7 +145,8 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
                 bar.set_description(cell.label)
                 _decode(cell, _asked(cell, temperatures), store, bar.update)
     table = _table(cells, store, temperatures)
-    text = _markdown(table, config)
+    note = prompt_note(map(store.load, cells))
+    text = _markdown(table, config) + (f"\n{note}\n" if note else "")
     replace_text(store.folder / "table.csv", table.to_csv(index=False, lineterminator="\n"))
     replace_text(store.folder / "table.md", text)
     plots.save(frontier_figure(table), store.folder)
@@ -171,7 +173,8 @@ def _decode(cell: Cell, temperatures: Sequence[float], store: Store, progress: A
         _row(experiment, done[r.id]) | dict(zip(names, meter.sums[r.id].tolist(), strict=True))
         for r in experiment.requests
     ]
-    store.save(cell, pd.DataFrame(rows), {"wall_s": round(time.perf_counter() - begin, 3)})
+    how = {"wall_s": round(time.perf_counter() - begin, 3), "prompt_changes": dict(experiment.prompt_changes)}
+    store.save(cell, pd.DataFrame(rows), how)
 
 
 def _row(experiment: Experiment, completion: Completion) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from spectoolkit.errors import UsageError
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.report import plots, tables
-from spectoolkit.report.cells import CellResult, HasSettings, axis_columns
+from spectoolkit.report.cells import CellResult, HasSettings, axis_columns, prompt_note
 from spectoolkit.runner import missing_requests, run_cells
 from spectoolkit.study import Cell, Store
 
@@ -39,12 +39,16 @@ def write(
     """Tables, figure and manifest into the store's folder; returns what the console shows.
 
     `findings` are paragraphs that table.md shows first; where there are any, the console shows them alone, else the
-    first table.
+    first table. What was changed in or left out of the prompts follows them.
     """
-    tables.write(built, store.folder, title, findings)
+    prompts = [note] if (note := prompt_note(map(store.load, cells))) else []
+    tables.write(built, store.folder, title, [*findings, *prompts])
     plots.save(figure, store.folder)
     store.write_manifest({"provenance": provenance(), "config": config, "cells": store.describe(cells)})
-    shown = "\n\n".join(findings) or (store.folder / "table.md").read_text().split("\n## Acceptance by")[0]
+    shown = (
+        "\n\n".join([*findings, *prompts] if findings else [])
+        or (store.folder / "table.md").read_text().split("\n## Acceptance by")[0]
+    )
     return f"{shown}\n\nTables, figure and manifest are in {store.folder}"
 
 

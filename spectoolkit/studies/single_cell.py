@@ -8,6 +8,7 @@ from typing import Any
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.report import tables
+from spectoolkit.report.cells import prompt_note
 from spectoolkit.runner import missing_requests, run_cells
 from spectoolkit.study import Cell, Store
 
@@ -17,13 +18,14 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
     stored = [store.has(cell) for cell in cells]
     with progress_bar(missing_requests(cells, store), "request") as bar:
         results = run_cells(cells, store, bar)
-    store.write_manifest({"provenance": provenance(), "config": config})
+    store.write_manifest({"provenance": provenance(), "config": config, "cells": store.describe(cells)})
     built = tables.build(results, axes)
     shown: list[str] = []
     for cell, result, was_stored, (_, row) in zip(cells, results, stored, built.overall.iterrows(), strict=True):
         when = result.rows.attrs.get("written", "unknown")
         how = f"computed {when} and taken from" if was_stored else "stored in"
-        shown.append(f"{_title(cell)}\n{tables.format_row(row)}\n  {how} {store.cell_path(cell)}")
+        note = f"\n  {found}" if (found := prompt_note([result])) else ""
+        shown.append(f"{_title(cell)}\n{tables.format_row(row)}{note}\n  {how} {store.cell_path(cell)}")
     return "\n".join(shown)
 
 

@@ -10,6 +10,7 @@ from hydra.utils import get_object
 from spectoolkit import config
 from spectoolkit.drafters import ModelDrafter
 from spectoolkit.errors import UsageError
+from tests.helpers.recipes import RECIPES, recipe_file
 
 CONFIGS = config.config_folder()
 TOY = ["target=tabular", "draft_model=tabular", "prompts.limit=2", "max_new_tokens=5"]
@@ -21,8 +22,6 @@ NEEDS = {
     "drafter=temperature": ["drafter.ratio=0.5"],
     "verifier=recursive": ["drafter=chains"],
     "verifier=wrong/distinct_as_independent": ["drafter=distinct_chains"],
-    "prompts=jsonl": [],
-    "prompts=datasets": [],
 }
 STUDIES_OF_REAL_MODELS = {"layer_skip_search", "engine_benchmark", "train_draft_head", "train_draft_head_composed"}
 BENCHMARKS = {"replay_benchmark"}  # measure every time
@@ -69,17 +68,16 @@ def prompt_file(tmp_path):
 
 
 @pytest.mark.parametrize("option", all_options())
-def test_every_option_is_accepted(option, prompt_file):
+def test_every_option_is_accepted(option, prompt_file, tmp_path):
     needs = NEEDS.get(option, [])
     if option.startswith("drafter="):
         needs = [*needs, f"verifier={fitting_verifier(option.removeprefix('drafter='))}"]
-    if option in ("prompts=jsonl", "prompts=datasets"):
-        from_file = {"jsonl": [f"prompts.path={prompt_file}"]}
-        needs = from_file.get(
-            option.split("=")[1], ["prompts.path=json", f"prompts.data_files={prompt_file}", "prompts.column=text"]
-        )
-    (cell,) = config.plan([option, *needs]).cells
     group, name = option.split("=")
+    if name in RECIPES:
+        needs = [f"prompts.path={recipe_file(name, tmp_path)}"]
+    if option in ("prompts=jsonl", "prompts=datasets"):
+        needs = [f"prompts.path={prompt_file}", *(["prompts.column=text"] if name == "datasets" else [])]
+    (cell,) = config.plan([option, *needs]).cells
     assert cell.settings[f"{group}.name"] == name
 
 

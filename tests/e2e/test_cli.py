@@ -1,5 +1,6 @@
 """The console script as a user meets it: what it prints, and how it leaves."""
 
+import os
 import subprocess
 import sys
 
@@ -9,8 +10,6 @@ TOY = ["target=tabular", "draft_model=tabular", "prompts.limit=2", "max_new_toke
 
 
 def spectoolkit(*arguments, cwd, **environment):
-    import os
-
     command = [sys.executable, "-m", "spectoolkit.cli", *arguments]
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, check=False, env={**os.environ, **environment}
@@ -76,3 +75,39 @@ def test_multirun(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("acceptance length") == 2
     assert len(list((tmp_path / "results" / "single_cells" / "cells").iterdir())) == 2
+
+
+@pytest.fixture
+def on_path(tmp_path):
+    """A folder with the console script, as an installation would write it."""
+    script = tmp_path / "bin" / "spectoolkit"
+    script.parent.mkdir()
+    script.write_text(f"#!{sys.executable}\nfrom spectoolkit.cli import main\n\nmain()\n")
+    script.chmod(0o755)
+    return f"{script.parent}:{os.environ['PATH']}"
+
+
+def test_completion_works_in_a_shell_as_the_documents_say(on_path, tmp_path):
+    asked = ("spectoolkit drafter=arg", "spectoolkit prompts=gsm8k prompts.too")
+    press_tab = "".join(
+        f'COMP_LINE="{line}"; COMP_POINT={len(line)}; COMP_CWORD={len(line.split()) - 1}; COMPREPLY=(); '
+        'hydra_bash_completion; echo "${COMPREPLY[@]}"; '
+        for line in asked
+    )
+    shell = 'set -e; eval "$(spectoolkit -sc install=bash)"; set +e; ' + press_tab
+    environment = {**os.environ, "PATH": on_path}
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.splitlines() == ["drafter=argmax", "prompts.too_long="]
+    assert done.stderr == ""
+
+
+def test_completion_does_not_wait_for_torch(tmp_path):
+    script = (
+        "import sys; sys.argv = ['spectoolkit', '-sc', 'query=bash']; from spectoolkit.cli import main; main(); "
+        "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "COMP_LINE": "spectoolkit verifier=blo"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "verifier=block\n[]\n"

@@ -27,7 +27,6 @@ from spectoolkit.prompts import (
     Prompt,
     check_unique_ids,
     load_builtin,
-    load_datasets,
     load_human_eval,
     load_jsonl,
     load_self_written,
@@ -59,11 +58,8 @@ def tokenizer():
 
 
 @pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Write lines (objects are dumped as JSON) to a file and return its path; data set caches go to a fresh folder."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def write(tmp_path):
+    """Write lines (objects are dumped as JSON) to a file and return its path."""
 
     def write_lines(*lines):
         path = tmp_path / "prompts.jsonl"
@@ -346,97 +342,6 @@ def test_jsonl_unreadable_path(tmp_path):
         load_jsonl(tmp_path)
 
 
-# Data sets
-
-
-def test_datasets_column_of_texts(write):
-    path = write({"body": "one"}, {"body": "two"}, {"body": "three"})
-    loaded = load_datasets("json", data_files=path, column="body", limit=2)
-    assert loaded == (Prompt("row-0", "all", text="one"), Prompt("row-1", "all", text="two"))
-
-
-def test_datasets_column_of_messages_ends_with_the_user(write):
-    answered = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    path = write({"chat": answered}, {"chat": answered[:1]})
-    loaded = load_datasets("json", data_files=path, column="chat")
-    assert [prompt.messages for prompt in loaded] == [(Message("user", "one"),)] * 2
-
-
-def test_datasets_template_with_ids_and_categories(write):
-    path = write(
-        {"key": 10, "kind": "x", "article": "one", "meta": {"by": "two"}},
-        {"key": 11, "kind": "x", "article": "two", "meta": {"by": "two"}},
-        {"key": 12, "kind": "y", "article": "three", "meta": {"by": "two"}},
-    )
-    loaded = load_datasets(
-        "json",
-        data_files={"test": [path]},
-        split="test",
-        template="Summarise {{this}}: {article} by {meta[by]}",
-        id_column="key",
-        category_column="kind",
-        limit=2,
-    )
-    assert loaded == (
-        Prompt("10", "x", text="Summarise {this}: one by two"),
-        Prompt("12", "y", text="Summarise {this}: three by two"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "column, template: expected exactly one of them; got neither"),
-        ({"column": "body", "template": "{body}"}, "column, template: expected exactly one of them; got both"),
-        ({"column": "body", "split": None}, "split: expected the name of a split"),
-        ({"column": "body", "split": "tset"}, "expected a source that datasets.load_dataset can read; .*tset"),
-        ({"column": "body", "data_files": "absent.jsonl"}, "expected a source that datasets.load_dataset can read"),
-        ({"column": "body", "limit": 0}, "limit: expected a whole number"),
-        ({"column": "text"}, r"column: expected one of the available columns \(body, empty, kind, mixed\); got 'text'"),
-        ({"template": "{body} {x[y]}"}, r"template: expected one of the available columns \(body, .*\); got 'x'"),
-        ({"column": "body", "id_column": "key"}, r"id_column: expected one of the available columns .*; got 'key'"),
-        ({"column": "body", "category_column": "key"}, "category_column: expected one of the available .*; got 'key'"),
-        ({"column": "body", "category_column": "empty"}, "row 1: 'empty': expected a non-empty string or a whole"),
-        ({"column": "body", "id_column": "kind"}, "prompt id: expected unique ids; 'x' occurs twice"),
-        ({"column": "mixed"}, r"row 0: 'mixed': expected a non-empty string; got \{'role'.* \(dict\)"),
-        ({"column": "empty"}, "row 1: 'empty': expected a non-empty string; got None"),
-        ({"template": "{empty}"}, "row 1: template: expected a value in column 'empty'; got None"),
-        ({"template": "{body:d}"}, "row 0: template: expected one that fits the row; got '{body:d}'"),
-        ({"template": "{body.x}"}, "row 0: template: expected one that fits the row"),
-        ({"template": "{body"}, "template: expected a str.format template; got '{body'"),
-        ({"template": 5}, "template: expected a str.format template; got 5"),
-        ({"template": "no columns"}, "template: expected named columns in braces"),
-        ({"template": "{}"}, "template: expected named columns in braces"),
-    ],
-)
-def test_datasets_refuses(write, arguments, message):
-    rows = [
-        {"body": "one", "empty": "x", "kind": "x", "mixed": {"role": "user"}},
-        {"body": "two", "empty": None, "kind": "x", "mixed": {"role": "user"}},
-    ]
-    with pytest.raises(UsageError, match=message):
-        load_datasets("json", **{"data_files": write(*rows), **arguments})
-
-
-def test_datasets_bad_message(write):
-    path = write({"chat": [{"role": "robot", "content": "one"}]})
-    with pytest.raises(UsageError, match="json, split train, row 0: 'chat' message 1: message role"):
-        load_datasets("json", data_files=path, column="chat")
-
-
-def test_datasets_without_rows(monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict({"body": []}))
-    with pytest.raises(UsageError, match="path: expected at least one row in split 'train' of 'csv'; got none"):
-        load_datasets("csv", column="body")
-
-
-def test_datasets_is_imported_only_when_used():
-    script = "import sys, spectoolkit.prompts as p; p.load_builtin(); print(sorted({'datasets'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
 # Rendering
 
 
@@ -511,10 +416,11 @@ def test_every_builtin_prompt_renders(tokenizer):
 # Configuration files
 
 
-@pytest.mark.parametrize("name", ["builtin", "human_eval", "jsonl", "datasets"])
+@pytest.mark.parametrize("name", ["builtin", "human_eval", "jsonl"])
 def test_configuration_matches_the_loader(name):
     config = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
     assert config.pop("chat_template") is (name != "human_eval")
+    assert (config.pop("max_tokens"), config.pop("too_long")) == (None, "error")
     loader = get_method(config.pop("_target_"))
     assert loader is getattr(prompts_module, f"load_{name}")
     parameters = inspect.signature(loader).parameters
