@@ -61,7 +61,9 @@ def _run_elsewhere(point: Sequence[str], folder: str) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
-        raise HydraException(f"spectoolkit: expected {folder} to be there on every worker ({error.strerror})") from error
+        raise HydraException(
+            f"spectoolkit: expected {folder} to be there on every worker ({error.strerror})"
+        ) from error
     try:
         print(config.plan(point).run(), flush=True)
     except (UsageError, RunError) as error:

@@ -81,7 +81,9 @@ class Plan:
         store = Store(self.folder)
         num_missing = sum(not store.has(cell) for cell in self.cells)
         if num_missing:
-            return f"{num_missing} of {len(self.cells)} cells are missing in {self.folder}; the same command computes them"
+            return (
+                f"{num_missing} of {len(self.cells)} cells are missing in {self.folder}; the same command computes them"
+            )
         return f"All {len(self.cells)} cells are done; tables, figure and manifest are in {self.folder}"
 
 
@@ -122,7 +124,9 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
             raise UsageError(f"study: expected a mapping with a _target_, got {base.get('study')!r}")
         assembly.check_signature("study", base["study"], PROVIDED_TO_STUDIES)
         if worker is not None and getattr(_module_of(base["study"]), "RUNS_IN_ONE_PROCESS", False):
-            raise UsageError(f"worker: expected null, since {base['name']} cannot be spread over processes, got {worker}")
+            raise UsageError(
+                f"worker: expected null, since {base['name']} cannot be spread over processes, got {worker}"
+            )
         if not errors:
             check_shared(cells, varied)
             _check_study(base["study"], cells, varied)

@@ -82,8 +82,8 @@ def run_cells(
         if not store.waits and all(_is_worked_on(job, store, seen) for job in jobs):
             num_left = sum(len(job.cells) for job in jobs)
             raise LeftToOthers(
-                f"{num_left} of {len(cells)} cells are being computed by other processes in {store.folder}; the last one "
-                "to finish writes the tables"
+                f"{num_left} of {len(cells)} cells are being computed by other processes in {store.folder}; the last "
+                "one to finish writes the tables"
             )
         if not is_announced:
             is_announced = _say_who_is_waited_for(jobs, store)
@@ -101,8 +101,12 @@ def _run(job: Job, store: Store, progress: Progress, decode_cell: Callable[[Cell
         if missing and missing[0].engine == "replay":
             run_replay(missing, store, progress)
         for cell in missing:
-            if cell.engine == "live":
-                decode_cell(cell) if decode_cell is not None else run_live(cell, store, progress)
+            if cell.engine != "live":
+                continue
+            if decode_cell is None:
+                run_live(cell, store, progress)
+            else:
+                decode_cell(cell)
     return True
 
 

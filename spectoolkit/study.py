@@ -109,7 +109,7 @@ class Store:
         with writing(self.folder):
             for name in ("cells", "steps", "trajectories"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
-            probe = self.folder / f".probe-{secrets.token_hex(4)}"
+            probe = self.folder / f".probe-{secrets.token_hex(4)}.tmp"
             probe.write_text("")
             now_s = probe.stat().st_mtime
             probe.unlink()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from hydra.errors import HydraException
 
-from spectoolkit import config
+from spectoolkit import cli, config
 from spectoolkit.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ def spread(folder, *launcher, workers=2):
     """The command in `folder`, where the prompts are and the results go; both are said relative to it."""
     (folder / "p.jsonl").write_text('{"id": "a", "text": "abc"}\n{"id": "b", "text": "bca"}\n')
     command = ["-m", "spectoolkit.cli", "-m", *STUDY, f"worker={','.join(map(str, range(workers)))}", *launcher]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     return subprocess.run(
         [sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False, env=environment
     )
@@ -51,8 +52,20 @@ def test_submitit_spreads_a_study_over_jobs(tmp_path):
 
 
 def test_ray_spreads_a_study_over_tasks(tmp_path):
-    done = spread(tmp_path, "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2")
+    init = "+hydra.launcher.ray.init"
+    done = spread(tmp_path, "hydra/launcher=ray", f"{init}.num_cpus=2", f"{init}.include_dashboard=false")
     check(tmp_path, done)
+
+
+def test_an_error_in_a_job_goes_back_as_one_message(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # and back at the end
+    with pytest.raises(HydraException, match=r"spectoolkit: Could not override 'drafter.nope'"):
+        cli._run_elsewhere(["drafter.nope=1"], str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HydraException, match="spectoolkit: cannot write file"):
+        cli._run_elsewhere(["target=tabular", "draft_model=tabular", "prompts.limit=1", "folder=file"], str(tmp_path))
+    with pytest.raises(HydraException, match=r"expected .*nowhere to be there on every worker \(No such file"):
+        cli._run_elsewhere([], str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(

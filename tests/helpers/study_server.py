@@ -1,10 +1,10 @@
 """A process that has imported everything and composed one study, and runs it in forks of itself.
 
-python -m tests.helpers.study_server OVERRIDE...; then a JSON line per command on standard input: {"folder": ..., "runs":
-1, "kill_after_s": null, "dies_after_files": null}. That many runs start at once in that folder; all are killed after
-that time, or when they have put so many files in their place. The answer is a JSON line: {"statuses": [0 or minus the
-signal], "seconds": ...}. Each run appends a line "FINGERPRINT PID" to
-FOLDER.log when it begins to compute a cell, and what it says on standard error to FOLDER.err.
+python -m tests.helpers.study_server OVERRIDE...; then a JSON line per command on standard input: {"folder": ...,
+"runs": 1, "kill_after_s": null, "dies_after_files": null}. That many runs start at once in that folder; all are killed
+after that time, or when they have put so many files in their place. The answer is a JSON line: {"statuses": [0 or minus
+the signal], "seconds": ...}. Each run appends a line "FINGERPRINT PID" to FOLDER.log when it begins to compute a cell,
+and what it says on standard error to FOLDER.err.
 """
 
 import dataclasses
@@ -25,8 +25,9 @@ def run(plan: config.Plan, dies_after_files: int | None) -> None:
 
     def noting(compute):
         def noted(cells, *args):
+            begun = cells if isinstance(cells, list) else [cells]
             with log.open("a") as file:
-                file.write("".join(f"{c.fingerprint} {os.getpid()}\n" for c in (cells if type(cells) is list else [cells])))
+                file.write("".join(f"{cell.fingerprint} {os.getpid()}\n" for cell in begun))
             return compute(cells, *args)
 
         return noted

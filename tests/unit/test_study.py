@@ -1,5 +1,6 @@
 """A study's folder: nothing computed is lost, nothing half-written is ever read."""
 
+import errno
 import os
 import stat
 import threading
@@ -206,14 +207,18 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
             Store(locked / "study")
 
 
-def test_a_full_disk_keeps_finished_cells(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_full_or_locked_disk_keeps_finished_cells(number, tmp_path, monkeypatch):
     store, cells = Store(tmp_path), config.plan(TOY).cells
     run_cells(cells[:1], store, Quiet())
 
     def full(*_, **__):
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
-    with pytest.raises(RunError, match=r"No space left on device \(finished cells are kept\)"):
-        run_cells(cells, store, Quiet())
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.write_bytes", full)
+        with pytest.raises(RunError, match=rf"cannot write .*{os.strerror(number)} \(finished cells are kept\)"):
+            run_cells(cells, store, Quiet())
     assert [store.has(cell) for cell in cells] == [True, False, False]
+    assert not list(tmp_path.rglob(".*"))  # no claim, nothing half-written
+    assert len(run_cells(cells, store, Quiet())) == 3
