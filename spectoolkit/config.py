@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -28,10 +30,13 @@ from spectoolkit.assembly import GROUPS, Errors, Loaders, make_cell
 from spectoolkit.errors import UsageError
 from spectoolkit.files import config_folder
 from spectoolkit.report.cells import check_shared
+from spectoolkit.runner import LeftToOthers
 from spectoolkit.study import Cell, Store
 
 PAIRED = ("drafter", "verifier")
 PROVIDED_TO_STUDIES = ("cells", "store", "axes", "config")
+LAUNCHERS = {"slurm": "hydra_plugins.hydra_submitit_launcher", "ray": "hydra_plugins.hydra_ray_launcher"}
+"""Optional extras of this package, and what they install."""
 MOST_CHECKED = 64
 """Points of a multirun that are composed beforehand, to find mistakes early."""
 
@@ -44,6 +49,7 @@ class Plan:
         config: the composed configuration without the grid's settings, as plain containers.
         axes: keys that the cells differ in; a group is named by its own name.
         study: what is done with the cells, called as study(cells, store, axes=..., config=...).
+        worker: the number of this process among those that share the study's cells; None if it does the whole study.
     """
 
     name: str
@@ -52,10 +58,28 @@ class Plan:
     axes: tuple[str, ...]
     cells: tuple[Cell, ...]
     study: Callable[..., str]
+    worker: int | None = None
 
     def run(self) -> str:
-        """Run the study; returns what to show on the console."""
-        return self.study(self.cells, Store(self.folder), axes=self.axes, config=self.config)
+        """Run the study; returns what to show on the console.
+
+        A worker leaves when nothing is left but cells that other workers are computing; the last one writes the tables.
+        """
+        store = Store(self.folder, waits=self.worker is None)
+        try:
+            return self.study(self.cells, store, axes=self.axes, config=self.config)
+        except LeftToOthers as left:
+            return f"worker {self.worker}: {left}"
+
+    def state(self) -> str:
+        """How much of the study is on disk."""
+        store = Store(self.folder)
+        num_missing = sum(not store.has(cell) for cell in self.cells)
+        if num_missing:
+            return (
+                f"{num_missing} of {len(self.cells)} cells are missing in {self.folder}; the same command computes them"
+            )
+        return f"All {len(self.cells)} cells are done; tables, figure and manifest are in {self.folder}"
 
 
 def plan(overrides: Sequence[str] = ()) -> Plan:
@@ -71,6 +95,7 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
         raise UsageError(f"overrides: expected a list of texts, got one text; say plan([{overrides!r}])")
     compose_once = cache(_compose)  # most points of a grid differ in values only, and composing is slow
     base = _resolved(compose_once(tuple(overrides))[0], {})
+    worker = base.pop("worker", None)
     axes = _axes(base.get("grid"))
     cases = _cases(base.get("cases"))
     if base.get("pairs") is not None:
@@ -93,6 +118,10 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
         if not isinstance(base.get("study"), dict):
             raise UsageError(f"study: expected a mapping with a _target_, got {base.get('study')!r}")
         assembly.check_signature("study", base["study"], PROVIDED_TO_STUDIES)
+        if worker is not None and getattr(_module_of(base["study"]), "RUNS_IN_ONE_PROCESS", False):
+            raise UsageError(
+                f"worker: expected null, since {base['name']} cannot be spread over processes, got {worker}"
+            )
         if not errors:
             check_shared(cells, varied)
             _check_study(base["study"], cells, varied)
@@ -101,15 +130,18 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
     def run_study(*args: Any, **kwargs: Any) -> str:
         return assembly.call(base["study"], *args, **kwargs)
 
-    return Plan(base["name"], Path(base["folder"]).expanduser(), base, tuple(varied), cells, run_study)
+    return Plan(base["name"], Path(base["folder"]).expanduser(), base, tuple(varied), cells, run_study, worker)
 
 
 def _check_study(study: Mapping[str, Any], cells: Sequence[Cell], axes: Sequence[str]) -> None:
     """Let the study refuse cells before they are computed: its module's `check(cells, axes, **parameters)`, if any."""
-    module = importlib.import_module(str(study["_target_"]).rsplit(".", 1)[0])
-    check = getattr(module, "check", None)
+    check = getattr(_module_of(study), "check", None)
     if check is not None:
         check(cells, axes, **{key: value for key, value in study.items() if key != "_target_"})
+
+
+def _module_of(study: Mapping[str, Any]) -> ModuleType:
+    return importlib.import_module(str(study["_target_"]).rsplit(".", 1)[0])
 
 
 def _with_options(
@@ -196,10 +228,47 @@ def option_names(group: str, overrides: Sequence[str] = ()) -> list[str]:
         return sorted(name.removeprefix("/") for name in below(""))
 
 
+def check_launcher(overrides: Sequence[str]) -> None:
+    """Refuse a launcher whose package is not there.
+
+    Raises:
+        UsageError: says what to install.
+    """
+    for override in overrides:
+        key, _, name = override.partition("=")
+        extra = "ray" if name.startswith("ray") else "slurm" if name.startswith(("slurm", "submitit")) else None
+        if key == "hydra/launcher" and extra is not None and not _is_installed(LAUNCHERS[extra]):
+            raise UsageError(
+                f"{override}: expected an installed launcher, this one is not; pip install 'spectoolkit[{extra}]'"
+            )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package above it
+        return False
+
+
 def check_overrides(overrides: Sequence[str]) -> None:
     """Compose what a command line says, so that a wrong group, option or key is found before anything else.
 
     Of the points of a multirun the first `MOST_CHECKED` are composed.
+
+    Raises:
+        UsageError: Hydra's complaint.
+    """
+    for point in itertools.islice(points(overrides), MOST_CHECKED):
+        _compose(point)
+
+
+def of_the_study(overrides: Sequence[str]) -> list[str]:
+    """What is left of a command line without Hydra's own settings, except for where it looks for configs."""
+    return [o for o in overrides if not o.lstrip("+~").startswith(("hydra/", "hydra.")) or ".searchpath=" in o]
+
+
+def points(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The command lines of a multirun, in its order.
 
     Raises:
         UsageError: Hydra's complaint.
@@ -214,8 +283,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         ]
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(str(error).strip()) from error
-    for point in itertools.islice(itertools.product(*choices), MOST_CHECKED):
-        _compose(point)
+    return itertools.product(*choices)
 
 
 def _hydra() -> AbstractContextManager[Any]:

@@ -1,14 +1,19 @@
-"""Computing the cells of a study that are not on disk yet: by decoding, or by one replay for all that share outputs."""
+"""Computing the cells of a study that are not on disk yet: by decoding, or by one replay for all that share outputs.
+
+Several processes may do so in one folder: what one has claimed (`claims`), another does not compute.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from spectoolkit import trajectories
+from spectoolkit import claims, trajectories
 from spectoolkit.datatypes import Completion
 from spectoolkit.decode import Observer, decode
 from spectoolkit.drafters import ModelDrafter, NoDrafter
@@ -16,9 +21,12 @@ from spectoolkit.errors import RunError, UsageError
 from spectoolkit.records import expected_rows
 from spectoolkit.replay import Strategy, replay
 from spectoolkit.report.cells import CellResult
-from spectoolkit.study import Cell, Experiment, Store
+from spectoolkit.study import Cell, Experiment, Store, digest
 from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Rejection
+
+POLL_S = 1.0
+"""Between two looks at what other processes have finished."""
 
 
 class Progress(Protocol):
@@ -29,26 +37,97 @@ class Progress(Protocol):
     def set_description(self, desc: str) -> Any: ...
 
 
+class LeftToOthers(Exception):
+    """All cells that are still missing are being computed by other processes, and the store does not wait for them."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process computes at a time: one live cell, or all cells that one replay gives.
+
+    Attributes:
+        key: names it, whichever of its cells are missing.
+    """
+
+    key: str
+    cells: tuple[Cell, ...]
+
+
 def missing_requests(cells: Sequence[Cell], store: Store) -> int:
     """How many requests are still to be decoded, sampled or replayed."""
     missing = [cell for cell in cells if not store.has(cell)]
     live = sum(cell.num_requests for cell in missing if cell.engine == "live")
-    groups = _replay_groups(missing)
+    groups = _replay_groups(missing).values()
     return live + sum(group[0].num_requests * (1 + _must_sample(group[0], store)) for group in groups)
 
 
-def run_cells(cells: Sequence[Cell], store: Store, progress: Progress) -> list[CellResult]:
+def run_cells(
+    cells: Sequence[Cell], store: Store, progress: Progress, decode_cell: Callable[[Cell], object] | None = None
+) -> list[CellResult]:
     """Compute the cells that are not on disk yet and return all of them.
 
-    `progress` counts requests: decoded ones, ones sampled for a replay, and replayed ones.
+    Args:
+        progress: counts requests: decoded ones, ones sampled for a replay, and replayed ones.
+        decode_cell: computes a live cell and keeps it, in the place of `run_live`.
+
+    Raises:
+        LeftToOthers: nothing is left but what other processes are computing, and `store.waits` is false.
     """
-    missing = [cell for cell in cells if not store.has(cell)]
-    for group in _replay_groups(missing):
-        run_replay(group, store, progress)
-    for cell in missing:
-        if cell.engine == "live":
-            run_live(cell, store, progress)
+    seen: dict[str, float] = {}
+    is_announced = False
+    while jobs := _jobs([cell for cell in cells if not store.has(cell)]):
+        if any([_run(job, store, progress, decode_cell) for job in jobs]):
+            seen = {}
+            continue
+        if not store.waits and all(_is_worked_on(job, store, seen) for job in jobs):
+            num_left = sum(len(job.cells) for job in jobs)
+            raise LeftToOthers(
+                f"{num_left} of {len(cells)} cells are being computed by other processes in {store.folder}; the last "
+                "one to finish writes the tables"
+            )
+        if not is_announced:
+            is_announced = _say_who_is_waited_for(jobs, store)
+        time.sleep(POLL_S)
+    claims.remove_dead(store.claims_folder)
     return [store.load(cell) for cell in cells]
+
+
+def _run(job: Job, store: Store, progress: Progress, decode_cell: Callable[[Cell], object] | None) -> bool:
+    """Compute what is missing of a job; False where another process is at it."""
+    with claims.claim(store.claims_folder, job.key) as is_mine:
+        if not is_mine:
+            return False
+        missing = [cell for cell in job.cells if not store.has(cell)]
+        if missing and missing[0].engine == "replay":
+            run_replay(missing, store, progress)
+        for cell in missing:
+            if cell.engine != "live":
+                continue
+            if decode_cell is None:
+                run_live(cell, store, progress)
+            else:
+                decode_cell(cell)
+    return True
+
+
+def _is_worked_on(job: Job, store: Store, seen: dict[str, float]) -> bool:
+    """Whether a process is certainly at it: it runs on this machine, or its heart has beaten since the first look."""
+    holder = claims.holder(store.claims_folder, job.key)
+    return holder is not None and (holder.is_here or holder.beat_s != seen.setdefault(job.key, holder.beat_s))
+
+
+def _say_who_is_waited_for(jobs: Sequence[Job], store: Store) -> bool:
+    holders = [claims.holder(store.claims_folder, job.key) for job in jobs]
+    names = sorted({holder.name for holder in holders if holder is not None})
+    if names:
+        num_cells = sum(len(job.cells) for job in jobs)
+        print(f"spectoolkit: waiting for {num_cells} cells that {'; '.join(names)} computes", file=sys.stderr)
+    return bool(names)
+
+
+def _jobs(cells: Sequence[Cell]) -> list[Job]:
+    replays = [Job(f"replay-{key}", tuple(group)) for key, group in _replay_groups(cells).items()]
+    return replays + [Job(cell.fingerprint, (cell,)) for cell in cells if cell.engine == "live"]
 
 
 def run_live(cell: Cell, store: Store, progress: Progress) -> None:
@@ -144,7 +223,7 @@ def outputs_of(cell: Cell, experiment: Experiment, store: Store, progress: Progr
     expected = (experiment.requests, cell.text_identity, experiment.target.vocab_size)
     if given is not None:
         return trajectories.load(Path(given).expanduser(), *expected), f"given: {given}"
-    if not path.exists():
+    if not store.has_trajectories(cell):
         trajectories.save(path, sample(experiment, progress), cell.text_identity)
     try:
         return trajectories.load(path, *expected), f"sampled: {path.name}"
@@ -153,17 +232,17 @@ def outputs_of(cell: Cell, experiment: Experiment, store: Store, progress: Progr
 
 
 def _must_sample(cell: Cell, store: Store) -> bool:
-    return cell.settings["trajectories"] is None and not store.trajectories_path(cell).exists()
+    return cell.settings["trajectories"] is None and not store.has_trajectories(cell)
 
 
-def _replay_groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+def _replay_groups(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     """The replayed cells, those together that read the same outputs."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         if cell.engine == "replay":
-            key = json.dumps([cell.text_identity, cell.settings["trajectories"]], sort_keys=True, default=str)
+            key = digest({"text": cell.text_identity, "trajectories": cell.settings["trajectories"]})
             groups.setdefault(key, []).append(cell)
-    return list(groups.values())
+    return groups
 
 
 def _strategy_key(cell: Cell) -> str:

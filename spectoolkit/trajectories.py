@@ -12,7 +12,7 @@ import pandas as pd
 
 from spectoolkit.datatypes import Request
 from spectoolkit.errors import UsageError
-from spectoolkit.files import replace
+from spectoolkit.frames import read_frame, write_frame
 
 FINISH_REASONS = ("stop_id", "stop_string", "length")
 
@@ -48,7 +48,7 @@ def save(path: Path, trajectories: Trajectories, identity: Mapping[str, Any]) ->
         }
     )
     frame.attrs = {"identity": json.dumps(identity, sort_keys=True, default=str)}
-    replace(path, lambda temporary: frame.to_parquet(temporary, index=False))
+    write_frame(path, frame)
 
 
 def load(path: Path, requests: Sequence[Request], identity: Mapping[str, Any], vocab_size: int) -> Trajectories:
@@ -59,7 +59,7 @@ def load(path: Path, requests: Sequence[Request], identity: Mapping[str, Any], v
             its request cannot have.
     """
     try:
-        frame = pd.read_parquet(path)
+        frame = read_frame(path, is_sealed=False)
         found = dict(json.loads(frame.attrs["identity"]))
         rows = {
             str(row["request_id"]): (

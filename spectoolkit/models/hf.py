@@ -349,14 +349,17 @@ def load_draft_hf(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> CausalLM:
-    """A draft model of its own for `target`, as `load_hf`; device "auto" is where the target is.
+    """A draft model of its own for `target`, as `load_hf`; device "auto" is where the target is, and no other will do.
 
     The widths of the logits may differ (padding of the vocabulary), the tokenizers may not.
 
     Raises:
-        UsageError: as `load_hf`, or tokenizers that differ.
+        UsageError: as `load_hf`, another device than the target's, or tokenizers that differ.
     """
-    draft = load_hf(model, dtype, str(target.device) if device == "auto" else device, trust_remote_code, revision)
+    place = target.device if device == "auto" else parse_device(device)
+    if (place.type, place.index or 0) != (target.device.type, target.device.index or 0):
+        raise UsageError(f"draft_model.device: expected auto or that of the target, {target.device}, got {device!r}")
+    draft = load_hf(model, dtype, str(target.device), trust_remote_code, revision)
     difference = tokenizer_difference(target.tokenizer, draft.tokenizer)
     if difference is not None:
         raise UsageError(

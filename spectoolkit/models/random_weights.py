@@ -1,4 +1,4 @@
-"""Language models with random weights: where only the time around their forward passes matters, or no checkpoint is there."""
+"""Language models with random weights: where only the time around their forward passes matters."""
 
 from __future__ import annotations
 

@@ -23,6 +23,8 @@ from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.study import Cell, Experiment, Store
 
+RUNS_IN_ONE_PROCESS = True  # times are compared within one process
+
 FORWARDS = ("prefill", "score")
 
 

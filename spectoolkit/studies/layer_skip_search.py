@@ -17,6 +17,8 @@ from spectoolkit.provenance import provenance
 from spectoolkit.runner import completions_of
 from spectoolkit.study import Cell, Store
 
+RUNS_IN_ONE_PROCESS = True  # one search, each step of which needs the ones before
+
 
 def run(
     cells: Sequence[Cell],

@@ -30,7 +30,7 @@ from spectoolkit.records import request_row
 from spectoolkit.report import plots
 from spectoolkit.report.cells import prompt_note
 from spectoolkit.report.frontier import frontier_figure
-from spectoolkit.runner import completions_of
+from spectoolkit.runner import completions_of, run_cells
 from spectoolkit.study import Cell, Experiment, Store
 
 TEMPERATURE = "sampling.temperature"
@@ -140,10 +140,12 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
     """Decode what is missing, and set acceptance length against distance at every temperature."""
     temperatures = sorted({float(cell.settings[TEMPERATURE]) for cell in cells})
     with progress_bar(sum(cell.num_requests for cell in cells if not store.has(cell)), "request") as bar:
-        for cell in cells:
-            if not store.has(cell):
-                bar.set_description(cell.label)
-                _decode(cell, _asked(cell, temperatures), store, bar.update)
+
+        def decode_cell(cell: Cell) -> None:
+            bar.set_description(cell.label)
+            _decode(cell, _asked(cell, temperatures), store, bar.update)
+
+        run_cells(cells, store, bar, decode_cell)
     table = _table(cells, store, temperatures)
     note = prompt_note(map(store.load, cells))
     text = _markdown(table, config) + (f"\n{note}\n" if note else "")

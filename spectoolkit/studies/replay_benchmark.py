@@ -23,6 +23,8 @@ from spectoolkit.runner import completions_of, sample
 from spectoolkit.study import Cell, Experiment, Store
 from spectoolkit.trajectories import Trajectories
 
+RUNS_IN_ONE_PROCESS = True  # times are compared within one process
+
 
 def run(
     cells: Sequence[Cell],

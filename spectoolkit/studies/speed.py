@@ -17,6 +17,8 @@ from spectoolkit.provenance import provenance
 from spectoolkit.runner import completions_of
 from spectoolkit.study import Cell, Experiment, Store
 
+RUNS_IN_ONE_PROCESS = True  # times are compared within one process
+
 
 def check(cells: Sequence[Cell], axes: Sequence[str], **parameters: Any) -> None:
     """Refuse cells without plain decoding to compare with.

@@ -35,6 +35,8 @@ from spectoolkit.training.loop import Schedule, train
 from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Rejection
 
+RUNS_IN_ONE_PROCESS = True  # one training, which keeps checkpoints of its own
+
 SHARED_RUN = 12
 """No held-out prompt may share this many consecutive tokens with training text (what all prompts begin with aside)."""
 

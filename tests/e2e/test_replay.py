@@ -13,7 +13,7 @@ from scipy.integrate import quad
 from spectoolkit import config, metrics, trajectories
 from spectoolkit.datatypes import Dense, Request, SamplingParams
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, NoDrafter
-from spectoolkit.errors import InvalidLogitsError, RunError, UsageError
+from spectoolkit.errors import InvalidLogitsError, UsageError
 from spectoolkit.models.layer_skip import skip_layers
 from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.records import request_row
@@ -313,15 +313,6 @@ def test_given_trajectories_must_be_outputs_that_the_requests_can_have(change, m
     trajectories.save(tmp_path / "t", Trajectories(tuple(asked), outputs, ("length",) * len(asked)), identity)
     with pytest.raises(UsageError, match=message):
         trajectories.load(tmp_path / "t", asked, identity, 8)
-
-
-def test_a_torn_file_of_own_trajectories_says_what_to_delete(tmp_path):
-    overrides = [*TOY, f"folder={tmp_path}"]
-    config.plan(overrides).run()
-    (path,) = (tmp_path / "trajectories").iterdir()
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(RunError, match=rf"delete {path} to have them sampled again"):
-        config.plan([*overrides, "verifier=match"]).run()
 
 
 def test_more_drafts_than_an_output_has_room_for_change_nothing():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,6 +147,12 @@ def test_draft_model_with_another_tokenizer(folder: Path, tmp_path: Path) -> Non
         load_draft_hf(target, str(tmp_path))
     with pytest.raises(UsageError, match="a TabularTokenizer cannot be compared with a HFTokenizer"):
         load_draft_hf(random_tabular(), str(folder))
+
+
+def test_draft_model_on_another_device(folder: Path) -> None:
+    target = SimpleNamespace(device=torch.device("cuda", 1))
+    with pytest.raises(UsageError, match=r"draft_model.device: expected auto or that of the target, cuda:1, got 'cpu'"):
+        load_draft_hf(target, str(folder), device="cpu")
 
 
 def test_same_size_but_other_tokens() -> None:
