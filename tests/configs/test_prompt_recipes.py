@@ -89,9 +89,12 @@ def test_what_was_changed_is_said_in_every_place(tmp_path, caplog):
         shown = config.plan(one).run()
         assert said in shown
         assert left_out in shown
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="spectoolkit"):
         study = [*TOY, *prompts, "experiment=temperature_sweep", f"folder={tmp_path / 'study'}"]
-        plan = config.plan([*study, "grid.drafter=[argmax]", "grid.sampling.temperature=[1]", "engine=replay"])
+        plan = config.plan(
+            [*study, "grid.drafter=[argmax]", "grid.sampling.temperature=[1]", "grid.verifier=[rejection]"]
+        )
         assert said in plan.run()
     assert len([record for record in caplog.records if "later turns" in record.getMessage()]) == 1
     assert left_out in (tmp_path / "study" / "table.md").read_text()
