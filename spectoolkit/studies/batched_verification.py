@@ -29,6 +29,7 @@ from spectoolkit.studies.replay_benchmark import forget_peak, peak_mib
 from spectoolkit.study import Cell, Experiment, Store
 
 TITLE = "Accepted lengths differ inside a batch"
+RUNS_IN_ONE_PROCESS = True  # times are compared within one process
 SIZE, TEMPERATURE = "batch_size", "sampling.temperature"
 OF_ONE_OUTPUT = "coupled"
 """The verifier whose output does not depend on where steps begin: with it every way has to emit the same tokens."""
