@@ -280,9 +280,27 @@ def _content(path: str) -> str:
 def _code(part: object) -> str:
     """A hash of the source of an object's class and its bases, for those who are writing it; "" where there is none."""
     try:
-        return _hash("".join(inspect.getsource(base) for base in type(part).__mro__ if base is not object))
+        return _hash("".join(_source(base) for base in type(part).__mro__ if base is not object))
     except (OSError, TypeError):
         return ""
+
+
+def _source(base: type) -> str:
+    """The source of a class; of one that was typed into a notebook, which no file holds, that of its members.
+
+    Raises:
+        OSError, TypeError: a method whose source is not known.
+    """
+    try:
+        return inspect.getsource(base)
+    except (OSError, TypeError):
+        members = [getattr(value, "__func__", getattr(value, "fget", value)) for value in _own_members(base)]
+        return "".join(inspect.getsource(one) if inspect.isfunction(one) else repr(one) for one in members)
+
+
+def _own_members(base: type) -> list[Any]:
+    """What the body of a class defines: without the doubly underlined names that Python and `dataclass` add."""
+    return [value for name, value in vars(base).items() if not name.startswith("__") or inspect.isfunction(value)]
 
 
 def _hash(text: str) -> str:
