@@ -140,7 +140,8 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
 def register(group: str, name: str, part: Callable[..., Any], **settings: Any) -> None:
     """Make a class or function of your own, one of a notebook too, an option of a group: then say `GROUP=NAME`.
 
-    What a YAML file in a folder of one's own does, for the present process. The same name again replaces it.
+    What a YAML file in a folder of one's own does, for the present process. The same name again replaces it. Cells are
+    named after the code of a class, so that a changed one is computed anew; not after that of functions it calls.
 
     Args:
         group: "drafter", "verifier", ...

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import overload
+from typing import SupportsIndex, overload
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ MEANINGS = {
     REJECTED: "rejected draft, or one behind it",
     RECOVERED: "recovered: the target's, at the first rejection",
     BONUS: "bonus: the target's, behind a fully accepted proposal",
-    ALONE: "the target's, nothing was drafted",
+    ALONE: "plain: the target's, nothing was drafted",
     CUT: "accepted, but the output ended before it",
 }
 _MARKS = {
@@ -49,7 +49,7 @@ _STYLE = """<style>
 .st-decoded .step { border-left: 1px solid rgba(128, 128, 128, .65); padding-left: 2px; margin-left: 2px; }
 .st-decoded :is(u, s, b, em, del) { border-radius: 2px; padding: .1em 0; text-decoration-thickness: 2px; }
 .st-decoded :is(u, em) { text-underline-offset: .2em; }
-.st-decoded u { background: rgba(0, 114, 178, .17); text-decoration: underline 2px #0072B2; }
+.st-decoded u { background: rgba(0, 114, 178, .24); text-decoration: underline 2px #0072B2; }
 .st-decoded s { opacity: .62; font-size: 90%; text-decoration: line-through 1.5px; }
 .st-decoded b { background: rgba(230, 159, 0, .30); font-weight: 700; }
 .st-decoded em { background: rgba(0, 158, 115, .25); font-style: italic; text-decoration: underline double #009E73; }
@@ -137,14 +137,13 @@ class DecodedTexts(tuple[DecodedText, ...]):
     """Completions, one below the other, with one legend."""
 
     @overload
-    def __getitem__(self, index: int, /) -> DecodedText: ...  # type: ignore[override]
+    def __getitem__(self, index: SupportsIndex, /) -> DecodedText: ...
 
     @overload
     def __getitem__(self, index: slice, /) -> DecodedTexts: ...
 
-    def __getitem__(self, index: int | slice, /) -> DecodedText | DecodedTexts:
-        found = super().__getitem__(index)
-        return DecodedTexts(found) if isinstance(index, slice) else found  # type: ignore[arg-type, return-value]
+    def __getitem__(self, index: SupportsIndex | slice, /) -> DecodedText | DecodedTexts:
+        return DecodedTexts(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
     def __repr__(self) -> str:
         return "\n\n".join([*map(str, self), _plain_legend(self._tokens)])

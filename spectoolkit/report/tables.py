@@ -159,7 +159,9 @@ def read(folder: Path | str, *, confidence: float = 0.95, num_resamples: int = 2
         raise UsageError(f"folder: expected the table of a grid of cells in {folder}, got one without {missing[0]}")
     long["undefined"] = long["undefined"].astype(object).fillna("")  # CSV has nothing for an empty text
     head = [str(name) for name in long.columns[2 : list(long.columns).index("engine")]]
-    overall, by_category = (long[long["scope"] == scope].reset_index(drop=True) for scope in ("overall", "category"))
+    overall, by_category = (
+        pd.DataFrame(long[long["scope"] == scope]).reset_index(drop=True) for scope in ("overall", "category")
+    )
     return Tables(
         # A group is its own column, and the settings below it follow.
         axes=tuple(name for name in head if not any(name.startswith(f"{other}.") for other in head)),

@@ -21,6 +21,7 @@ from spectoolkit.report.decoded import (
     Drafts,
     decoded_text,
 )
+from spectoolkit.runner import completions_of
 from tests.helpers.toys import VERIFIERS, drafters, pairs, requests, toy_pair
 
 VOCABULARY = ["The", " quick", " dog", " <b>", "\n", " end", b"\xf0\x9f", b"\x99\x82", "\t&", ""]
@@ -167,11 +168,14 @@ def test_every_pair_is_shown_as_its_records_count(drafter, verifier):
 
 
 def test_a_plan_shows_the_texts_of_its_cells_in_the_order_of_the_prompts(tmp_path):
-    toy = ["target=tabular", "draft_model=tabular", "prompts.limit=3", "max_new_tokens=6", "batch_size=2"]
+    toy = ["target=tabular", "draft_model=tabular", "prompts.limit=3", "max_new_tokens=9", "stop_strings=[b]"]
     plan = config.plan([*toy, "engine=replay", "+grid.drafter=[argmax,none]", f"folder={tmp_path / 'never'}"])
+    experiment = plan.cells[0].build()
+    asked = [request.id for request in experiment.requests]
+    assert [done.request.id for done in completions_of(experiment)] != asked  # they finish in another order
     texts = plan.decode(0)
     assert isinstance(texts[:2], DecodedTexts)
-    assert [text.request_id for text in texts] == [request.id for request in plan.cells[0].build().requests]
+    assert [text.request_id for text in texts] == asked
     assert {token.kind for text in texts for token in text.tokens} > {ACCEPTED, REJECTED}
     assert {token.kind for text in plan.decode(1) for token in text.tokens} == {ALONE}
     assert repr(texts).count("per target forward") == 3

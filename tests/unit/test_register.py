@@ -14,14 +14,24 @@ from spectoolkit.errors import UsageError
 
 TOY = ["target=tabular", "draft_model=tabular", "prompts.limit=2", "max_new_tokens=4"]
 SOURCE = """
+from dataclasses import dataclass
 from spectoolkit.drafters import ModelDrafter
 
+@dataclass(frozen=True)
 class Own(ModelDrafter):
-    power = {power}
+    power: int = {power}
+    scale = 1
 
     def law_probs(self, probs):
-        rows = probs ** self.power{change}
+        rows = self.raised(probs){change}
         return rows / rows.sum(-1, keepdim=True)
+
+    @property
+    def feature_layers(self):
+        return (){in_property}
+
+    def raised(self, probs):
+        return probs ** self.power
 """
 
 
@@ -32,8 +42,9 @@ def typed(monkeypatch):
     monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
     count = iter(range(100))
 
-    def typed(power: int = 2, change: str = ""):
-        source, name = SOURCE.format(power=power, change=change), f"<cell of the test {next(count)}>"
+    def typed(power: int = 2, change: str = "", in_property: str = ""):
+        source = SOURCE.format(power=power, change=change, in_property=in_property)
+        name = f"<cell of the test {next(count)}>"
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         exec(compile(source, name, "exec"), vars(notebook))
         return notebook.Own
@@ -62,11 +73,11 @@ def test_a_registered_part_is_an_option_like_any_other(typed, tmp_path):
 
 def test_a_changed_method_or_attribute_gives_new_cells(typed):
     found = []
-    for options in ({}, {}, {"change": " + 0"}, {"power": 3}):
+    for options in ({}, {}, {"change": " + 0"}, {"power": 3}, {"in_property": "  # none"}):
         spectoolkit.register("drafter", "own", typed(**options), ratio=1.0)
         found.append(fingerprints())
     assert found[0] == found[1]
-    assert len({names[0] for names in found}) == 3
+    assert len({names[0] for names in found}) == 4
 
 
 def test_what_could_not_be_found_again_is_refused(typed):
