@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: sweep test gpu-check install wheel clean
+.PHONY: sweep test gpu-check notebooks install wheel clean
 
 sweep: install  ## the default study: acceptance length over temperature on the embedded model
 	$(BIN)/spectoolkit experiment=temperature_sweep $(ARGS)
@@ -15,6 +15,9 @@ test: install  ## the whole test suite, in two processes
 gpu-check: install  ## on a machine with a GPU: its tests, then the engine benchmark
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 	$(BIN)/spectoolkit experiment=engine_benchmark target.device=cuda folder=results/engine_benchmark_gpu
+
+notebooks: install  ## run the notebooks again and keep their outputs
+	$(BIN)/python notebooks/run.py $(ARGS)
 
 install: $(INSTALLED)
 

@@ -11,6 +11,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -309,11 +310,26 @@ def _content(path: str) -> str:
 
 
 def _code(part: object) -> str:
-    """A hash of the source of an object's class and its bases, for those who are writing it; "" where there is none."""
+    """A hash of the source of an object's class and its bases, for those who are writing it."""
+    return _hash("".join(_source(base) for base in type(part).__mro__ if base is not object))
+
+
+def _source(base: type) -> str:
+    """The source of a class; of one that was typed into a notebook, which no file holds, that of its members."""
     try:
-        return _hash("".join(inspect.getsource(base) for base in type(part).__mro__ if base is not object))
+        return inspect.getsource(base)
     except (OSError, TypeError):
+        return "".join(_member_source(name, value) for name, value in vars(base).items())
+
+
+def _member_source(name: str, value: Any) -> str:
+    """The source of a method, the value of an attribute; nothing of what Python or `dataclass` adds to a class."""
+    member = getattr(value, "__func__", getattr(value, "fget", value))
+    if inspect.isfunction(member):
+        with suppress(OSError):
+            return inspect.getsource(member)
         return ""
+    return "" if name.startswith("__") else f"{name}={member!r}"
 
 
 def _hash(text: str) -> str:

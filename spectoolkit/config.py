@@ -9,6 +9,7 @@ import copy
 import importlib
 import importlib.util
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -29,8 +31,11 @@ from spectoolkit import assembly
 from spectoolkit.assembly import GROUPS, Errors, Loaders, make_cell
 from spectoolkit.errors import UsageError
 from spectoolkit.files import config_folder
-from spectoolkit.report.cells import check_shared
-from spectoolkit.runner import LeftToOthers
+from spectoolkit.progress import progress_bar
+from spectoolkit.report import tables
+from spectoolkit.report.cells import CellResult, check_shared
+from spectoolkit.report.decoded import DecodedTexts
+from spectoolkit.runner import LeftToOthers, decoded_texts, missing_requests, run_cells
 from spectoolkit.study import Cell, Store
 
 PAIRED = ("drafter", "verifier")
@@ -41,9 +46,12 @@ MOST_CHECKED = 64
 """Points of a multirun that are composed beforehand, to find mistakes early."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A study ready to run: every cell checked, no model loaded.
+
+    `run` does all that the command line does. In a notebook `tables` gives the numbers of any grid without a study's
+    files, and `decode` the texts of one cell.
 
     Attributes:
         config: the composed configuration without the grid's settings, as plain containers.
@@ -80,6 +88,25 @@ class Plan:
                 f"{num_missing} of {len(self.cells)} cells are missing in {self.folder}; the same command computes them"
             )
         return f"All {len(self.cells)} cells are done; tables, figure and manifest are in {self.folder}"
+
+    def results(self) -> list[CellResult]:
+        """The request rows of every cell; computed and kept in the folder where they are not there yet."""
+        store = Store(self.folder)
+        with progress_bar(missing_requests(self.cells, store), "request") as bar:
+            return run_cells(self.cells, store, bar)
+
+    def tables(self, baseline: Mapping[str, object] | None = None) -> tables.Tables:
+        """`results` as tables, differences taken against `baseline`, e.g. {"drafter.name": "argmax"}."""
+        return tables.build(self.results(), self.axes, baseline)
+
+    def decode(self, cell: int = 0) -> DecodedTexts:
+        """Decode the prompts of `cells[cell]` now, whatever its engine; shows how every token came about."""
+        return decoded_texts(self.cells[cell].build())
+
+    def __repr__(self) -> str:
+        requests = sum(cell.num_requests for cell in self.cells)
+        over = f" over {', '.join(self.axes)}" if self.axes else ""
+        return f"<Plan {self.name}: {len(self.cells)} cells{over}, {requests} requests, in {self.folder}>"
 
 
 def plan(overrides: Sequence[str] = ()) -> Plan:
@@ -131,6 +158,31 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
         return assembly.call(base["study"], *args, **kwargs)
 
     return Plan(base["name"], Path(base["folder"]).expanduser(), base, tuple(varied), cells, run_study, worker)
+
+
+def register(group: str, name: str, part: Callable[..., Any], **settings: Any) -> None:
+    """Make a class or function of your own, one of a notebook too, an option of a group: then say `GROUP=NAME`.
+
+    What a YAML file in a folder of one's own does, for the present process. The same name again replaces it. Cells are
+    named after the code of a class, so that a changed one is computed anew; not after that of functions it calls.
+
+    Args:
+        group: "drafter", "verifier", ...
+        name: of the option.
+        part: defined at the top level of a module or notebook, where it is looked up again by its name.
+        settings: its parameters, which overrides and grids may change.
+
+    Raises:
+        UsageError: no such group, a name that the toolkit has already, or a part that cannot be found by its name.
+    """
+    if group not in GROUPS:
+        raise UsageError(f"group: expected one of {', '.join(GROUPS)}, got {group!r}")
+    if (config_folder() / group / f"{name}.yaml").exists():
+        raise UsageError(f"name: expected a new option of {group}, the toolkit has {name!r} already")
+    path = f"{part.__module__}.{part.__qualname__}"
+    if getattr(sys.modules.get(part.__module__), part.__qualname__, None) is not part:
+        raise UsageError(f"part: expected a class or function at the top level of its module, got {path}")
+    ConfigStore.instance().store(name, {"_target_": path, **settings}, group)
 
 
 def _check_study(study: Mapping[str, Any], cells: Sequence[Cell], axes: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from spectoolkit.errors import RunError, UsageError
 from spectoolkit.records import expected_rows
 from spectoolkit.replay import Strategy, replay
 from spectoolkit.report.cells import CellResult
+from spectoolkit.report.decoded import DecodedTexts, Drafts, decoded_text
 from spectoolkit.study import Cell, Experiment, Store, digest
 from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Rejection
@@ -154,6 +155,15 @@ def completions_of(experiment: Experiment, observe: Observer | None = None) -> I
         batch_size=experiment.batch_size,
         observe=observe,
     )
+
+
+def decoded_texts(experiment: Experiment) -> DecodedTexts:
+    """Decode all requests of a cell, in their order, and show of every token how it came about."""
+    drafts = Drafts()
+    completions = {completion.request.id: completion for completion in completions_of(experiment, drafts)}
+    decode_tokens = experiment.target.tokenizer.decode
+    ids = [request.id for request in experiment.requests]
+    return DecodedTexts(decoded_text(completions[name], drafts.of[name], decode_tokens) for name in ids)
 
 
 def run_replay(cells: Sequence[Cell], store: Store, progress: Progress) -> None:

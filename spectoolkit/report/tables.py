@@ -1,10 +1,13 @@
-"""Cells to tables: `build` computes every number once, unrounded; `write` puts them on disk (rounding: `text`)."""
+"""Cells to tables: `build` computes every number once, unrounded; `write` puts them on disk, `read` gets them back.
+
+Numbers are rounded in `text` only.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 
@@ -12,15 +15,15 @@ import pandas as pd
 
 from spectoolkit import files, metrics
 from spectoolkit.errors import UsageError
-from spectoolkit.report import text
+from spectoolkit.report import html, text
 from spectoolkit.report.cells import LOSSLESS_KEY, CellResult, axis_columns, check_shared
 
 INTERVAL_METRICS = ("acceptance_length", "acceptance_length_request_mean")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tables:
-    """What `build` returns; all values unrounded.
+    """What `build` returns; all values unrounded. A notebook shows the main table.
 
     Attributes:
         axes: the axes, as given.
@@ -41,6 +44,24 @@ class Tables:
     differences: pd.DataFrame
     confidence: float
     num_resamples: int
+
+    def query(self, condition: str) -> Tables:
+        """The rows that fulfil a condition on the axes, e.g. "verifier == 'rejection'" (`DataFrame.query`).
+
+        Raises:
+            UsageError: there are none.
+        """
+        frames = {name: getattr(self, name) for name in ("overall", "by_category", "differences")}
+        kept = {name: frame.query(condition) for name, frame in frames.items() if len(frame)}
+        if not len(kept["overall"]):
+            raise UsageError(f"condition: expected one that a row fulfils, got {condition!r}")
+        return replace(self, **kept)
+
+    def __repr__(self) -> str:
+        return text.grid(text.main_rows(self))
+
+    def _repr_html_(self) -> str:
+        return html.table(self)
 
 
 def build(
@@ -119,6 +140,39 @@ def write(
         files.replace_text(folder / "table.tex", text.latex(tables, caption=caption, label=label)),
         files.replace_text(folder / "differences.csv", tables.differences.to_csv(index=False, lineterminator="\n")),
     ]
+
+
+def read(folder: Path | str, *, confidence: float = 0.95, num_resamples: int = 2000) -> Tables:
+    """What `write` put into `folder`, out of table.parquet, or of table.csv where only that was kept.
+
+    Files do not say which `confidence` and `num_resamples` they were built with: the defaults of `build` unless given.
+
+    Raises:
+        UsageError: no such tables there.
+    """
+    folder = Path(folder)
+    parquet, csv, differences = (folder / name for name in ("table.parquet", "table.csv", "differences.csv"))
+    if not parquet.exists() and not csv.exists():
+        raise UsageError(f"folder: expected a study with table.csv or table.parquet, got {str(folder)!r}")
+    long = pd.read_parquet(parquet) if parquet.exists() else pd.read_csv(csv)
+    if missing := [name for name in ("scope", "category", "engine", "undefined") if name not in long]:
+        raise UsageError(f"folder: expected the table of a grid of cells in {folder}, got one without {missing[0]}")
+    long["undefined"] = long["undefined"].astype(object).fillna("")  # CSV has nothing for an empty text
+    head = [str(name) for name in long.columns[2 : list(long.columns).index("engine")]]
+    overall, by_category = (
+        pd.DataFrame(long[long["scope"] == scope]).reset_index(drop=True) for scope in ("overall", "category")
+    )
+    return Tables(
+        # A group is its own column, and the settings below it follow.
+        axes=tuple(name for name in head if not any(name.startswith(f"{other}.") for other in head)),
+        overall=overall.drop(columns=["scope", "category"]),
+        by_category=by_category.drop(columns="scope"),
+        differences=pd.read_csv(differences)
+        if differences.exists() and differences.read_text().strip()
+        else pd.DataFrame(),
+        confidence=confidence,
+        num_resamples=num_resamples,
+    )
 
 
 def format_row(cell_row: pd.Series | Mapping[str, object]) -> str:

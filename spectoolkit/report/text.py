@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from spectoolkit.report.tables import Tables
 
 UNDEFINED = "–"
+POOLED = "acceptance length, pooled (Σ emitted / Σ steps)"
 LABELS = {
     "sampling.temperature": "temperature",
     "num_draft_tokens": "K",
@@ -64,8 +65,8 @@ def with_interval(row: Mapping[str, Any], name: str, decimals: int = 2, sign: st
 
 def markdown(tables: Tables, title: str, notes: Sequence[str]) -> str:
     """The whole of table.md."""
-    parts = [f"# {title}", _provenance(tables), *notes]
-    parts += ["## Acceptance length", grid(_main(tables))]
+    parts = [f"# {title}", provenance(tables), *notes]
+    parts += ["## Acceptance length", grid(main_rows(tables))]
     parts += ["## Acceptance by draft position", _position_text(), grid(_by_position(tables, ""))]
     parts += ["Conditional on reaching the position:", grid(_by_position(tables, "_conditional"))]
     if len(tables.differences):
@@ -78,7 +79,7 @@ def markdown(tables: Tables, title: str, notes: Sequence[str]) -> str:
 
 def latex(tables: Tables, *, caption: str | None = None, label: str | None = None) -> str:
     """The main table for `\\input`, needs the booktabs package; a floating table if it has a caption or a label."""
-    rows = _main(tables, brief=True)
+    rows = main_rows(tables, brief=True)
     names = list(rows[0]) if rows else []
     left = {"engine", *headings(tables.axes).values()}
     columns = "".join("l" if name in left else "r" for name in names)
@@ -121,7 +122,8 @@ def console(row: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _provenance(tables: Tables) -> str:
+def provenance(tables: Tables) -> str:
+    """What the numbers of the tables are, in a paragraph."""
     overall = tables.overall
 
     def span(name: str) -> str:
@@ -156,9 +158,10 @@ def _axis_values(tables: Tables, row: Mapping[str, Any]) -> dict[str, str]:
     return values
 
 
-def _main(tables: Tables, brief: bool = False) -> list[dict[str, str]]:
+def main_rows(tables: Tables, brief: bool = False) -> list[dict[str, str]]:
+    """Rows of the main table, heading -> value; `brief` abbreviates the headings."""
     pooled, mean = ("AL, pooled", "AL, request mean") if brief else (
-        "acceptance length, pooled (Σ emitted / Σ steps)", "acceptance length, mean over requests")  # fmt: skip
+        POOLED, "acceptance length, mean over requests")  # fmt: skip
     proposing = "AL, proposing steps" if brief else "over proposing steps (Σ emitted in such steps / Σ such steps)"
     # Both figures must be shown as soon as some steps had no proposal: they differ by as much as the skipped share.
     skips = any(row["proposing_steps"] < row["steps"] for row in tables.overall.to_dict("records"))

@@ -3,13 +3,14 @@
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from spectoolkit.errors import UsageError
 from spectoolkit.metrics import bootstrap, paired_difference, summarise
-from spectoolkit.report import tables, text
+from spectoolkit.report import html, tables, text
 from spectoolkit.report.cells import CellResult, check_shared
 from tests.helpers.fake_rows import cells, row, simulate, step
 
@@ -281,3 +282,75 @@ def test_a_reader_of_an_old_file_never_sees_a_part_of_the_new_one(built, tmp_pat
         tables.write(built, tmp_path, "new")
         assert reader.read().startswith("# old")  # the name moved to a new file, the old one was not written to
     assert (tmp_path / "table.md").read_text().startswith("# new")
+
+
+def test_what_was_written_is_read_back(grid, tmp_path):
+    built = tables.build(grid, AXES, {"drafter.name": "argmax"}, num_resamples=50)
+    tables.write(built, tmp_path, "Title")
+    for without in ((), ("table.parquet",), ("differences.csv",)):
+        for name in without:
+            (tmp_path / name).unlink()
+        found = tables.read(tmp_path, num_resamples=50)
+        assert found.axes == built.axes
+        for name in ("overall", "by_category", "differences")[: 2 if without == ("differences.csv",) else 3]:
+            expected = getattr(built, name)
+            pd.testing.assert_frame_equal(getattr(found, name)[list(expected)], expected, check_dtype=False)
+        assert text.latex(found) == text.latex(built)
+    assert not len(found.differences)
+
+
+def test_a_recorded_study_is_read_with_its_axes():
+    recorded = Path(__file__).parents[2] / "experiments"
+    assert tables.read(recorded / "temperature_sweep").axes == ("sampling.temperature", "drafter", "verifier")
+    assert tables.read(recorded / "draft_temperature").axes == ("sampling.temperature", "drafter.constant")
+
+
+def test_a_folder_without_such_tables_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"folder: expected a study with table\.csv or table\.parquet"):
+        tables.read(tmp_path)
+    (tmp_path / "table.csv").write_text("drafter,verdict\nargmax,proven\n")
+    with pytest.raises(UsageError, match=r"folder: expected the table of a grid of cells in .*, got one without scope"):
+        tables.read(tmp_path)
+
+
+def test_query_keeps_the_rows_of_every_frame(grid):
+    built = tables.build(grid, AXES, {"drafter.name": "argmax"}, num_resamples=10)
+    warm = built.query("`sampling.temperature` > 0")
+    assert set(warm.overall["sampling.temperature"]) == {0.7}
+    assert 0 < len(warm.by_category) < len(built.by_category)
+    assert 0 < len(warm.differences) < len(built.differences)
+    assert "0.7" in text.latex(warm)
+    with pytest.raises(UsageError, match="condition: expected one that a row fulfils"):
+        built.query("`sampling.temperature` > 9")
+
+
+def test_a_notebook_shows_the_main_table_with_the_best_lossless_row_of_each_point(grid):
+    built = tables.build(grid, AXES, num_resamples=10)
+    marked = html.best(built)
+    for temperature, rows in built.overall.reset_index().groupby("sampling.temperature"):
+        lengths = rows[rows["lossless"]]["acceptance_length"]
+        expected = lengths.index[lengths == lengths.max()]
+        assert marked & set(rows.index) == set(expected), temperature
+    page = built._repr_html_()
+    assert page.count('<td class="best"><b>') == len(marked)
+    assert page.count("<tr>") == len(built.overall) + 1
+    assert "lossless rows at the same temperature" in page
+    assert repr(built).count("\n") == len(built.overall) + 1
+
+
+def test_nothing_is_marked_where_there_is_nothing_to_compare(grid):
+    one = tables.build(grid, AXES, num_resamples=10).query(
+        "`drafter.name` == 'argmax' and `verifier.name` == 'rejection'"
+    )
+    assert html.best(one) == set()
+    assert "Bold" not in one._repr_html_()
+
+
+def test_names_are_escaped_in_html(grid):
+    odd = [
+        CellResult({**cell.settings, "drafter.name": f"<i>{cell.settings['drafter.name']}&"}, cell.rows)
+        for cell in grid
+    ]
+    page = tables.build(odd, AXES, num_resamples=10)._repr_html_()
+    assert "<i>" not in page
+    assert "&lt;i&gt;argmax&amp;" in page
