@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -9,10 +10,17 @@ from typing import Any, NoReturn
 
 SHOW_TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch
 
+# Commands beside the one that runs studies: name -> module with run(arguments: list[str]) -> str, the text to print.
+_COMMANDS = {"report": "spectoolkit.rebuild"}
+
 
 def main() -> None:
     """Run what the command line describes."""
-    _reporting(_run)
+    name, *arguments = sys.argv[1:] or [""]
+    if name in _COMMANDS:
+        _reporting(lambda: print(importlib.import_module(_COMMANDS[name]).run(arguments)))
+    else:
+        _reporting(_run)
 
 
 def _run() -> None:

@@ -17,7 +17,7 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
     stored = [store.has(cell) for cell in cells]
     with progress_bar(missing_requests(cells, store), "request") as bar:
         results = run_cells(cells, store, bar)
-    store.write_manifest({"provenance": provenance(), "config": config})
+    store.write_manifest({"provenance": provenance(), "config": config, "cells": store.describe(cells)})
     built = tables.build(results, axes)
     shown: list[str] = []
     for cell, result, was_stored, (_, row) in zip(cells, results, stored, built.overall.iterrows(), strict=True):
