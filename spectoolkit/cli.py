@@ -12,10 +12,17 @@ SHOW_TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch
 # First word -> module whose `run(arguments)` gives the text to print; anything else is for Hydra.
 _COMMANDS = {"import": "spectoolkit.serving.command"}
 
+# Commands beside the one that runs studies: name -> module with run(arguments: list[str]) -> str, the text to print.
+_COMMANDS = {"report": "spectoolkit.rebuild"}
+
 
 def main() -> None:
     """Run what the command line describes."""
-    _reporting(_run)
+    name, *arguments = sys.argv[1:] or [""]
+    if name in _COMMANDS:
+        _reporting(lambda: print(importlib.import_module(_COMMANDS[name]).run(arguments)))
+    else:
+        _reporting(_run)
 
 
 def _run() -> None:

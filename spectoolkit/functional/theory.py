@@ -23,6 +23,30 @@ def expected_acceptance_length(rate: float, num_draft_tokens: int) -> float:
     return math.fsum(rate**i for i in range(num_draft_tokens + 1))
 
 
+def implied_rate(acceptance_length: float, num_draft_tokens: int) -> float:
+    """The rate a at which `expected_acceptance_length` is what was measured: equation 1 solved for a, by bisection.
+
+    NaN where there is nothing to solve: an undefined length, or K = 0.
+
+    Raises:
+        ValueError: `acceptance_length` outside [1, K + 1].
+    """
+    if math.isnan(acceptance_length) or num_draft_tokens == 0:
+        return math.nan
+    if not 1 <= acceptance_length <= num_draft_tokens + 1:
+        raise ValueError(
+            f"acceptance_length: expected a number from 1 to K + 1 = {num_draft_tokens + 1}, got {acceptance_length!r}"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if expected_acceptance_length(middle, num_draft_tokens) < acceptance_length:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
 def expected_speedup(rate: float, num_draft_tokens: int, cost_ratio: float) -> float:
     """Expected speed-up over plain decoding (theorem 3.8): tokens per step over the cost of a step.
 

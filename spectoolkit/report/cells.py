@@ -14,6 +14,7 @@ LOSSLESS_KEY = "verifier.is_lossless"
 _ABSENT = "(absent)"
 # Every table has a column that says which cell was obtained how.
 _SHOWN_ANYWAY = ("engine",)
+_COMPONENTS = ("target", "draft_model", "drafter", "verifier", "prompts")
 # Follows from the verifier and its settings, and from a drafter that is wrong on purpose: it varies where these do.
 _DERIVED = {LOSSLESS_KEY: ("verifier", "drafter")}
 
@@ -87,6 +88,20 @@ def check_shared(cells: Sequence[HasSettings], axes: Sequence[str]) -> None:
             where = ", ".join(f"{key}={value}" for key, value in zip(free, point, strict=True))
             raise UsageError(f"cells: expected one cell per point of the axes, got two at {where or 'no axis'}")
         seen.add(point)
+
+
+def varying_axes(cells: Sequence[HasSettings], first: Sequence[str] = ()) -> list[str]:
+    """The axes that cells differ in: components ("drafter") as groups, other settings by their keys.
+
+    Args:
+        cells: of one study.
+        first: axes that come first where they are among them, in this order.
+    """
+    keys = list(dict.fromkeys(key for cell in cells for key in cell.settings))
+    varying = [key for key in keys if len({_text(cell, key) for cell in cells}) > 1]
+    named = [key for key in varying if key not in (*_SHOWN_ANYWAY, *_DERIVED)]
+    axes = dict.fromkeys(key.split(".")[0] if key.split(".")[0] in _COMPONENTS else key for key in named)
+    return [*(axis for axis in dict.fromkeys(first) if axis in axes), *(axis for axis in axes if axis not in first)]
 
 
 def axis_columns(cells: Sequence[HasSettings], axis: str) -> dict[str, list[object]]:

@@ -50,19 +50,20 @@ def strategy_lines(ax: Axes, found: pd.DataFrame, x: str, metric: str, looks: di
     pad = 0.06 * (high - low) or 0.1
     ax.set_ylim(low - pad, high + pad)
     named: dict[object, Mapping[str, Any]] = {_label(name): look for name, look in looks.items()}
-    acceptance_length_sweep(ax, found, x="place", line="label", metric=metric, reference=reference, looks=named)
-    if metric == RATIO:
-        for name in dict.fromkeys(found["strategy"].tolist()):
-            mine = pd.DataFrame(found[found["strategy"] == name])
-            at, published = pd.DataFrame(mine, columns=["place", PUBLIC]).to_numpy(dtype=float).T
-            is_known = np.isfinite(published)
-            look: dict[str, Any] = {"color": looks[name]["color"], "marker": "D", "markerfacecolor": "#FFFFFF"}
-            look |= {"markersize": 4.4, "linestyle": (0, (1, 1.6)), "linewidth": 0.8, "zorder": 6}
-            ax.plot(at[is_known], published[is_known], **look)
-    if x != TEMPERATURE:
-        ax.set_xticks(range(len(values)), [value_label(value, x) for value in values])
-    ax.set_xlabel(LABELS[x])
-    ax.set_ylabel(LABELS[metric])
+    with style.paper():
+        acceptance_length_sweep(ax, found, x="place", line="label", metric=metric, reference=reference, looks=named)
+        if metric == RATIO:
+            for name in dict.fromkeys(found["strategy"].tolist()):
+                mine = pd.DataFrame(found[found["strategy"] == name])
+                at, published = pd.DataFrame(mine, columns=["place", PUBLIC]).to_numpy(dtype=float).T
+                is_known = np.isfinite(published)
+                look: dict[str, Any] = {"color": looks[name]["color"], "marker": "D", "markerfacecolor": "#FFFFFF"}
+                look |= {"markersize": 4.4, "linestyle": (0, (1, 1.6)), "linewidth": 0.8, "zorder": 6}
+                ax.plot(at[is_known], published[is_known], **look)
+        if x != TEMPERATURE:
+            ax.set_xticks(range(len(values)), [value_label(value, x) for value in values])
+        ax.set_xlabel(LABELS[x])
+        ax.set_ylabel(LABELS[metric])
     return ax
 
 

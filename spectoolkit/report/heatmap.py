@@ -85,6 +85,24 @@ def heat_map(
     return ax
 
 
+def heat_map_figure(overall: pd.DataFrame, width_in: float = style.PAGE_IN) -> Figure:
+    """`heat_map` alone, where the best draft temperature is not asked for.
+
+    Args:
+        overall: `Tables.overall`, one row per target and draft temperature.
+        width_in: of the figure.
+    """
+    height_in, left, right, bottom, top = 0.95 + 0.34 * overall[TARGET].nunique(), 0.48, 0.14, 0.44, 0.28
+    with style.paper():
+        fig = Figure(figsize=(width_in, height_in))
+        FigureCanvasAgg(fig)
+        inner = ((width_in - left - right) / width_in, (height_in - bottom - top) / height_in)
+        ax = heat_map(fig.add_axes((left / width_in, bottom / height_in, *inner)), overall)
+        words = "acceptance length (tokens per target forward);  - - equal temperatures"
+        ax.set_title(words, loc="left", fontsize=style.SMALL_PT, pad=5)
+    return fig
+
+
 def loss_dots(ax: Axes, best: pd.DataFrame) -> Axes:
     """Loss of argmax and of same-temperature drafting against the best draft temperature, rows as in `heat_map`.
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import html
-import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from spectoolkit.report import text
+from spectoolkit.report import standing, text
 
 if TYPE_CHECKING:
     from spectoolkit.report.tables import Tables
-
-STRATEGY = ("drafter", "verifier", "draft_model")
-"""Groups that a server chooses; values of all other axes are its circumstances, across which nothing is compared."""
 
 # Text keeps the page's colour, and the mark lets the page shine through.
 _STYLE = """<style>
@@ -30,49 +25,26 @@ _STYLE = """<style>
 
 def table(tables: Tables) -> str:
     """The main table with intervals, the best cells in bold on a tinted ground, and what the numbers are below it."""
-    rows = text.main_rows(tables)
-    left = {"engine", "lossless", *text.headings(tables.axes).values()}
-    marked = best(tables)
-    head = "".join(_cell("th", name, name in left) for name in (rows[0] if rows else ()))
-    body = "\n".join(
-        "<tr>"
-        + "".join(_cell("td", row[name], name in left, i in marked and name == text.POOLED) for name in row)
-        + "</tr>"
-        for i, row in enumerate(rows)
-    )
-    notes = [_explanation(tables)] if marked else []
+    columns = text.main_columns(tables)
+    numbers = {column.key: column.decimals is not None for column in columns}
+    head = "".join(_cell("th", column.heading, not numbers[column.key]) for column in columns)
+    lines = []
+    for row in tables.overall.to_dict("records"):
+        cells = []
+        for column in columns:
+            state = row.get("standing", standing.NOT_COMPARED) if column.key == standing.METRIC else ""
+            mark = f" {text.TIED_MARK}" if state == standing.TIED else ""
+            shown = text.cell_text(row, column) + mark
+            cells.append(_cell("td", shown, not numbers[column.key], state == standing.BEST))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    body = "\n".join(lines)
+    notes = [text.rule(tables)] if text.is_marked(tables, columns) else []
     notes.append(text.provenance(tables))
     below = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     return (
         f'{_STYLE}<div class="st-table"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
         f"{below}</div>"
     )
-
-
-def best(tables: Tables) -> set[int]:
-    """Numbers of the rows with the largest pooled acceptance length among the lossless ones of the same circumstances.
-
-    Empty where nothing is to be compared: fewer than two strategies at a point, or lossy ones alone.
-    """
-    around = [axis for axis in tables.axes if axis.split(".")[0] not in STRATEGY]
-    points: dict[tuple[str, ...], list[tuple[int, float]]] = {}
-    for i, row in enumerate(tables.overall.to_dict("records")):
-        if row["lossless"] and not math.isnan(row["acceptance_length"]):
-            points.setdefault(_point(row, around), []).append((i, row["acceptance_length"]))
-    return {
-        i for rows in points.values() if len(rows) > 1 for i, value in rows if value == max(value for _, value in rows)
-    }
-
-
-def _point(row: Mapping[Any, Any], axes: list[str]) -> tuple[str, ...]:
-    return tuple(text.value_text(row[axis]) for axis in axes)
-
-
-def _explanation(tables: Tables) -> str:
-    headings = text.headings(tables.axes)
-    around = [headings[axis] for axis in tables.axes if axis.split(".")[0] not in STRATEGY]
-    where = f" at the same {' and '.join(around)}" if around else ""
-    return f"Bold: the largest estimate among lossless rows{where}, whether or not it leads by more than noise."
 
 
 def _cell(element: str, value: str, is_left: bool, is_best: bool = False) -> str:

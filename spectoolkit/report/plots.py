@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +14,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from spectoolkit import files
 from spectoolkit.errors import UsageError
-from spectoolkit.report import style
+from spectoolkit.report import pgf, style
 from spectoolkit.report.labels import label_line_ends, text_width_pt
-from spectoolkit.report.text import short, value_text
+from spectoolkit.report.text import position_names, short, value_text
 
 MAX_BANDS = 4
+FORMATS = ("png", "pdf")
 AXIS_LABELS = {
     "acceptance_length": "acceptance length\n(tokens per target forward)",
     "acceptance_length_request_mean": "acceptance length, request mean\n(tokens per target forward)",
@@ -76,13 +81,7 @@ def acceptance_length_sweep(
         for rank, value in enumerate(names):
             points = columns[[i for i, other in enumerate(lines) if other == value]]
             at, y, low, high = points[np.argsort(points[:, 0])].T
-            colour = looks[value]["color"]
-            if len(names) <= MAX_BANDS:
-                ax.fill_between(at, low, high, color=colour, alpha=0.16, linewidth=0, zorder=2)
-            else:
-                aside_in = (rank - (len(names) - 1) / 2) * 1.3 / 72
-                beside = ax.transData + ScaledTranslation(aside_in, 0, ax.figure.dpi_scale_trans)
-                ax.vlines(at, low, high, color=colour, linewidth=0.8, alpha=0.8, zorder=2, transform=beside)
+            _intervals(ax, at, low, high, looks[value]["color"], rank, len(names))
             ax.plot(at, y, zorder=3 + 0.01 * rank, clip_on=False, **looks[value])
             drawn = np.flatnonzero(np.isfinite(y))
             if len(drawn):
@@ -104,22 +103,23 @@ def acceptance_by_position(
     line: str = "drafter.name",
     conditional: bool = False,
     looks: Mapping[object, Mapping[str, Any]] | None = None,
+    label_ends: bool = True,
 ) -> Axes:
-    """Share of steps with at least i accepted drafts against i, one line per row of `overall`.
+    """Share of steps with at least i accepted drafts against i, with intervals, one line per row of `overall`.
 
     Args:
         ax: the axes, of final size.
         overall: rows of `Tables.overall`, one per value of `line`: select a panel and a temperature first.
         line: column of labels.
         conditional: the share among steps that reached position i instead.
-        looks: as for `acceptance_length_sweep`.
+        looks, label_ends: as for `acceptance_length_sweep`.
 
     Raises:
         UsageError: a missing column, or several rows of one line.
     """
     check_rows(overall, [line, "accepted_at_1"], unique=[line])
     looks = style.line_styles(overall[line]) if looks is None else looks
-    names = [c for c in overall.columns if c.startswith("accepted_at_") and not c.endswith("_conditional")]
+    names = position_names(overall.columns)
     positions = np.arange(1, len(names) + 1)
     columns = [name + ("_conditional" if conditional else "") for name in names]
     with style.paper():
@@ -127,7 +127,12 @@ def acceptance_by_position(
         _set_ticks(ax, positions.tolist())
         ends, end_looks = {}, {}
         for rank, row in enumerate(overall.to_dict("records")):
-            y = np.array([row[name] for name in columns], dtype=float)
+            # Tables of earlier versions have no intervals here.
+            y, low, high = (
+                np.array([row.get(name + end, np.nan) for name in columns], dtype=float)
+                for end in ("", "_low", "_high")
+            )
+            _intervals(ax, positions, low, high, looks[row[line]]["color"], rank, len(overall))
             ax.plot(positions, y, zorder=3 + 0.01 * rank, clip_on=False, **looks[row[line]])
             drawn = np.flatnonzero(np.isfinite(y))
             if len(drawn):
@@ -138,7 +143,7 @@ def acceptance_by_position(
         ax.set_ylabel(
             "acceptance at i\n(share of steps that reach i)" if conditional else "at least i accepted\n(share of steps)"
         )
-        return label_line_ends(ax, ends, end_looks, style.SMALL_PT)
+        return label_line_ends(ax, ends, end_looks, style.SMALL_PT) if label_ends else ax
 
 
 def sweep_figure(
@@ -183,16 +188,99 @@ def sweep_figure(
     return fig
 
 
-def save(fig: Figure, folder: Path | str, name: str = "figure") -> list[Path]:
-    """`name`.png (300 dpi) and `name`.pdf in `folder`, each replaced as a whole; equal figures give equal bytes."""
+def positions_figure(
+    overall: pd.DataFrame,
+    *,
+    panel: str | None = "sampling.temperature",
+    line: str = "drafter.name",
+    conditional: bool = False,
+    width_in: float = style.PAGE_IN,
+    height_in: float = 2.3,
+) -> Figure:
+    """`acceptance_by_position` in small multiples: one panel per `panel`, one look per line.
+
+    Lines are named at their ends, or in a legend above where the names would take more room than the panels.
+
+    Args:
+        overall: `Tables.overall`, one row per (panel, line).
+        panel: column of panels; None draws one.
+        line, conditional: as for `acceptance_by_position`.
+        width_in, height_in: of the figure.
+    """
+    check_rows(overall, [line, *([] if panel is None else [panel])], unique=[])
+    values = [None] if panel is None else list(dict.fromkeys(overall[panel]))
+    looks = style.line_styles(overall[line])
+    with style.paper():
+        labels = [label_of(value) for value in looks]
+        room = len(values) * max(text_width_pt(label, style.SMALL_PT) for label in labels) / 72
+        label_ends = room < 0.45 * width_in
+        legend = None if label_ends else legend_above(looks, width_in)
+        top = (0.08 if panel is None else 0.22) + (legend.height_in if legend else 0.0)
+        height_in += legend.height_in if legend else 0.0
+        fig, axes = panels(len(values), labels if label_ends else [], top=top, width_in=width_in, height_in=height_in)
+        for i, (ax, value) in enumerate(zip(axes, values, strict=True)):
+            rows = overall if panel is None else pd.DataFrame(overall[overall[panel] == value])
+            acceptance_by_position(ax, rows, line=line, conditional=conditional, looks=looks, label_ends=label_ends)
+            if panel is not None:
+                ax.set_title(f"{short(panel)} = {label_of(value)}", loc="left", pad=5)
+            if i:
+                ax.set_ylabel("")
+                ax.tick_params(labelleft=False)
+        if legend:
+            legend.draw(fig)
+    return fig
+
+
+@dataclass(frozen=True)
+class Legend:
+    """A legend across the top of a figure: its lines, in as many columns as fit, and the room that it takes."""
+
+    handles: Sequence[Line2D]
+    num_columns: int
+
+    @property
+    def height_in(self) -> float:
+        return 0.17 * math.ceil(len(self.handles) / self.num_columns) + 0.06
+
+    def draw(self, fig: Figure) -> None:
+        """Put it onto `fig`."""
+        fig.legend(
+            handles=list(self.handles), loc="upper left", bbox_to_anchor=(0.03, 1.0), ncols=self.num_columns,
+            frameon=False, columnspacing=1.2, handlelength=2.4, borderpad=0.2,
+        )  # fmt: skip
+
+
+def legend_above(looks: Mapping[Any, Mapping[str, Any]], width_in: float) -> Legend:
+    """The legend of these lines above a figure of this width."""
+    labels = [label_of(name) for name in looks]
+    widths = [text_width_pt(label, style.SMALL_PT) / 72 + 0.5 for label in labels]
+    handles = [Line2D([], [], **{**look}, label=label) for look, label in zip(looks.values(), labels, strict=True)]
+    for num_columns in range(len(labels), 1, -1):
+        num_rows = math.ceil(len(labels) / num_columns)
+        if sum(max(widths[i : i + num_rows]) for i in range(0, len(labels), num_rows)) < width_in - 0.15:
+            return Legend(handles, num_columns)
+    return Legend(handles, 1)
+
+
+def save(fig: Figure, folder: Path | str, name: str = "figure", formats: Sequence[str] = FORMATS) -> list[Path]:
+    """`name`.png (300 dpi), `name`.pdf and, where asked for, `name`.pgf in `folder`; equal figures give equal bytes.
+
+    Each file is replaced as a whole. None of them needs a TeX engine (`pgf`).
+    """
+    if unknown := [form for form in formats if form not in _WRITERS]:
+        raise UsageError(f"formats: expected some of {', '.join(_WRITERS)}, got {', '.join(unknown)}")
     folder = Path(folder)
     if not hasattr(fig.canvas, "print_png"):
         FigureCanvasAgg(fig)
     with style.paper():
-        return [
-            files.replace(folder / f"{name}.png", lambda path: fig.savefig(path, metadata={"Software": None})),
-            files.replace(folder / f"{name}.pdf", lambda path: fig.savefig(path, metadata={"CreationDate": None})),
-        ]
+        return [files.replace(folder / f"{name}.{form}", partial(_WRITERS[form], fig)) for form in formats]
+
+
+_WRITERS: dict[str, Callable[[Figure, Path], object]] = {
+    "png": lambda fig, path: fig.savefig(path, metadata={"Software": None}),
+    "pdf": lambda fig, path: fig.savefig(path, metadata={"CreationDate": None}),
+    "pgf": pgf.write,
+}
 
 
 def panels(
@@ -217,18 +305,33 @@ def panels(
     return fig, axes
 
 
-def set_length_limits(ax: Axes, overall: pd.DataFrame, metric: str, reference: Mapping[str, float] | None) -> None:
+def set_length_limits(ax: Axes, overall: pd.DataFrame, metric: str, reference: Mapping[str, float] | None) -> Axes:
     """Limits around all intervals and references; left alone where the caller has already fixed them."""
     ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     if not ax.get_autoscaley_on():
-        return
+        return ax
     columns = overall[[metric, f"{metric}_low", f"{metric}_high"]].to_numpy(dtype=float)
     values = np.concatenate([columns[np.isfinite(columns)], list((reference or {}).values())])
     if not len(values):
-        return
+        return ax
     low, high = values.min(), values.max()
     pad = 0.06 * (high - low) or 0.1
     ax.set_ylim(low - pad, high + pad)
+    return ax
+
+
+def _intervals(
+    ax: Axes, at: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str, rank: int, num_lines: int
+) -> None:
+    """A shaded band, or bars side by side where more than `MAX_BANDS` bands would blend into each other."""
+    if not np.isfinite(low).any():
+        return
+    if num_lines <= MAX_BANDS:
+        ax.fill_between(at, low, high, color=colour, alpha=0.16, linewidth=0, zorder=2)
+        return
+    aside_in = (rank - (num_lines - 1) / 2) * 1.3 / 72
+    beside = ax.transData + ScaledTranslation(aside_in, 0, ax.figure.dpi_scale_trans)
+    ax.vlines(at, low, high, color=colour, linewidth=0.8, alpha=0.8, zorder=2, transform=beside)
 
 
 def _set_ticks(ax: Axes, x: Sequence[float]) -> None:

@@ -42,18 +42,19 @@ def dots(ax: Axes, found: pd.DataFrame, at: np.ndarray, columns: tuple[str, str,
     """
     check_rows(found, ["exactness", *columns], unique=[])
     values = pd.DataFrame(found, columns=list(columns)).to_numpy(dtype=float)
-    for height, (value, low, high), exactness in zip(at, values, found["exactness"].tolist(), strict=True):
-        exact = exactness == "proven"
-        colour = _EXACT if exact else _OFF
-        look: dict[str, Any] = {
-            "color": colour,
-            "marker": "o" if exact else "s",
-            "markerfacecolor": colour if exact else "#FFFFFF",
-        }
-        ax.hlines(height, low, high, color=colour, linewidth=1.2, zorder=2)
-        ax.plot([value], [height], markersize=4.6, linestyle="none", clip_on=False, zorder=3, **look)
-    ax.grid(axis="y", visible=False)
-    ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    with style.paper():
+        for height, (value, low, high), exactness in zip(at, values, found["exactness"].tolist(), strict=True):
+            exact = exactness == "proven"
+            colour = _EXACT if exact else _OFF
+            look: dict[str, Any] = {
+                "color": colour,
+                "marker": "o" if exact else "s",
+                "markerfacecolor": colour if exact else "#FFFFFF",
+            }
+            ax.hlines(height, low, high, color=colour, linewidth=1.2, zorder=2)
+            ax.plot([value], [height], markersize=4.6, linestyle="none", clip_on=False, zorder=3, **look)
+        ax.grid(axis="y", visible=False)
+        ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     return ax
 
 

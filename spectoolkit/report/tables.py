@@ -15,7 +15,7 @@ import pandas as pd
 
 from spectoolkit import files, metrics
 from spectoolkit.errors import UsageError
-from spectoolkit.report import html, text
+from spectoolkit.report import html, latex, standing, text
 from spectoolkit.report.cells import LOSSLESS_KEY, CellResult, axis_columns, check_shared
 
 INTERVAL_METRICS = ("acceptance_length", "acceptance_length_request_mean")
@@ -28,8 +28,9 @@ class Tables:
     Attributes:
         axes: the axes, as given.
         overall: one row per cell: the axes (`cells.axis_columns`), `engine`, `lossless`, the metrics of
-            `metrics.summarise` with `_low` and `_high` after the two acceptance lengths, and `undefined`, the names of
-            the metrics that have no value.
+            `metrics.summarise` with `_low` and `_high` after those of `INTERVAL_METRICS` and the acceptance by
+            position, `undefined`, the names of the metrics that have no value, and `standing` and `below_best`
+            (`standing.standings`: which lossless cell is the best at otherwise equal settings).
         by_category: the same per cell and prompt category, `category` after the axes.
         differences: per cell that has a baseline: the axes, `engine`, `baseline`, `difference` (cell − baseline,
             acceptance_length, tokens per target forward), `difference_low`, `difference_high`, `excludes_zero`.
@@ -95,11 +96,15 @@ def build(
     lossless = [_lossless(cell) for cell in cells]
     options = (num_resamples, confidence, seed)
 
+    equal = standing.conditions(axes)
+    points = [tuple(str(columns[axis][i]) for axis in equal) if lossless[i] else None for i in range(len(cells))]
+    standings = standing.standings(cells, points, options)
+
     overall, by_category = [], []
     for i, cell in enumerate(cells):
         head = {name: values[i] for name, values in columns.items()}
         tail = {"lossless": lossless[i]}
-        overall.append(head | tail | _numbers(cell.rows, options))
+        overall.append(head | tail | _numbers(cell.rows, options) | standings[i])
         if "category" not in cell.rows or bool(pd.isna(cell.rows["category"].to_numpy()).any()):
             raise UsageError(f"cells: expected a category for every request, one is missing in cell {i}")
         for category, rows in cell.rows.groupby("category", sort=True):
@@ -130,14 +135,12 @@ def write(
     `notes` are paragraphs for table.md; `caption` and `label` make table.tex a floating table.
     """
     folder = Path(folder)
-    frames = [tables.overall.assign(scope="overall", category=None), tables.by_category.assign(scope="category")]
-    order = ["scope", "category", *(c for c in tables.overall.columns if c not in ("scope", "category"))]
-    long = pd.DataFrame([row for frame in frames for row in frame.to_dict("records")], columns=order)
+    table = long(tables)
     return [
         files.replace_text(folder / "table.md", text.markdown(tables, title, list(notes))),
-        files.replace_text(folder / "table.csv", long.to_csv(index=False, lineterminator="\n")),
-        files.replace(folder / "table.parquet", lambda path: long.to_parquet(path, index=False)),
-        files.replace_text(folder / "table.tex", text.latex(tables, caption=caption, label=label)),
+        files.replace_text(folder / "table.csv", table.to_csv(index=False, lineterminator="\n")),
+        files.replace(folder / "table.parquet", lambda path: table.to_parquet(path, index=False)),
+        files.replace_text(folder / "table.tex", latex.table(tables, caption=caption, label=label)),
         files.replace_text(folder / "differences.csv", tables.differences.to_csv(index=False, lineterminator="\n")),
     ]
 
@@ -175,6 +178,16 @@ def read(folder: Path | str, *, confidence: float = 0.95, num_resamples: int = 2
     )
 
 
+def long(tables: Tables) -> pd.DataFrame:
+    """Every row, overall and per category, unrounded, with `scope` and `category` before its columns."""
+    frames = [
+        tables.overall.assign(scope="overall", category=None),
+        tables.by_category.assign(scope="category", standing=standing.NOT_COMPARED),
+    ]
+    order = ["scope", "category", *(c for c in tables.overall.columns if c not in ("scope", "category"))]
+    return pd.DataFrame([row for frame in frames for row in frame.to_dict("records")], columns=order)
+
+
 def format_row(cell_row: pd.Series | Mapping[str, object]) -> str:
     """One row of `Tables.overall` as a few lines for the console."""
     return text.console(dict(cell_row))
@@ -182,7 +195,8 @@ def format_row(cell_row: pd.Series | Mapping[str, object]) -> str:
 
 def _numbers(rows: pd.DataFrame, options: tuple[int, float, int]) -> dict[str, object]:
     summary = metrics.summarise(rows)
-    intervals = metrics.bootstrap(rows, INTERVAL_METRICS, *options)
+    positions = [name for name in summary if name.startswith("accepted_at_")]
+    intervals = metrics.bootstrap(rows, [*INTERVAL_METRICS, *positions], *options)
     numbers: dict[str, object] = {}
     for name, value in summary.items():
         numbers[name] = value

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+
+from spectoolkit.errors import UsageError
+from spectoolkit.report import standing
 
 if TYPE_CHECKING:
     from spectoolkit.report.tables import Tables
 
 UNDEFINED = "–"
-POOLED = "acceptance length, pooled (Σ emitted / Σ steps)"
 LABELS = {
     "sampling.temperature": "temperature",
     "num_draft_tokens": "K",
@@ -23,6 +27,36 @@ LABELS = {
 }
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "−": "$-$"}
 _LATEX |= {character: "\\" + character for character in "&%$#_{}"}
+_LATEX |= {"†": r"\textdagger{}", "Σ": r"$\Sigma$", "≥": r"$\geq$", "≤": r"$\leq$", "×": r"$\times$"}
+_LATEX |= {
+    "●": r"$\bullet$",
+    "□": r"$\square$",
+    "◇": r"$\Diamond$",
+    "\N{NO-BREAK SPACE}": "~",
+    "<": r"$<$",
+    ">": r"$>$",
+}
+_BRIEF = {"temperature": "T"}
+TIED_MARK = "†"
+
+_COUNTS = ("requests", "clusters", "steps", "proposing_steps", "drafted", "accepted", "emitted", "truncated")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table for people.
+
+    Attributes:
+        key: the column of `Tables.overall`.
+        heading: its name in Markdown.
+        brief: its name in LaTeX.
+        decimals: of a number; None for a setting or a flag, which stands as it is.
+    """
+
+    key: str
+    heading: str
+    brief: str
+    decimals: int | None
 
 
 def short(name: str) -> str:
@@ -63,10 +97,15 @@ def with_interval(row: Mapping[str, Any], name: str, decimals: int = 2, sign: st
     return f"{value:{sign}.{decimals}f} [{low:{sign}.{decimals}f}, {high:{sign}.{decimals}f}]"
 
 
-def markdown(tables: Tables, title: str, notes: Sequence[str]) -> str:
-    """The whole of table.md."""
+def markdown(tables: Tables, title: str, notes: Sequence[str], columns: Sequence[str] | None = None) -> str:
+    """The whole of table.md; with `columns` (see `main_columns`) the main table alone."""
+    shown = main_columns(tables, columns)
     parts = [f"# {title}", provenance(tables), *notes]
-    parts += ["## Acceptance length", grid(main_rows(tables))]
+    parts += ["## Acceptance length", grid(_main(tables, shown))]
+    if is_marked(tables, shown):
+        parts += [rule(tables)]
+    if columns is not None:
+        return "\n\n".join(parts) + "\n"
     parts += ["## Acceptance by draft position", _position_text(), grid(_by_position(tables, ""))]
     parts += ["Conditional on reaching the position:", grid(_by_position(tables, "_conditional"))]
     if len(tables.differences):
@@ -75,23 +114,6 @@ def markdown(tables: Tables, title: str, notes: Sequence[str]) -> str:
         pivot = "Pooled acceptance length, tokens per target forward:"
         parts += ["## By prompt category", pivot, grid(_by_category(tables))]
     return "\n\n".join(parts) + "\n"
-
-
-def latex(tables: Tables, *, caption: str | None = None, label: str | None = None) -> str:
-    """The main table for `\\input`, needs the booktabs package; a floating table if it has a caption or a label."""
-    rows = main_rows(tables, brief=True)
-    names = list(rows[0]) if rows else []
-    left = {"engine", *headings(tables.axes).values()}
-    columns = "".join("l" if name in left else "r" for name in names)
-    lines = [rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}", r"\toprule", _latex_row(names), r"\midrule"]
-    lines += [_latex_row(list(row.values())) for row in rows]
-    lines += [r"\bottomrule", r"\end{tabular}"]
-    if caption is not None or label is not None:
-        head = [r"\begin{table}", r"\centering"]
-        head += [rf"\caption{{{latex_escape(caption)}}}"] if caption is not None else []
-        head += [rf"\label{{{label}}}"] if label is not None else []
-        lines = [*head, *lines, r"\end{table}"]
-    return "\n".join(lines) + "\n"
 
 
 def latex_escape(text: str) -> str:
@@ -106,7 +128,7 @@ def console(row: Mapping[str, Any]) -> str:
     # Settings below a labelled group ("drafter.name" beside "drafter") would say the same twice.
     shown = [name for name in head if name.partition(".")[0] not in head or "." not in name]
     where = "  ".join(f"{heading}={value_text(row[name])}" for name, heading in headings(shown).items())
-    positions = [name for name in names if name.startswith("accepted_at_") and not name.endswith("_conditional")]
+    positions = position_names(names)
     at = " ".join(number(row[name]) for name in positions)
     lines = [
         f"{where}  {'lossless' if row['lossless'] else 'lossy'}",
@@ -140,7 +162,7 @@ def provenance(tables: Tables) -> str:
         else " Rows that are not lossless sample another law than the target's: their acceptance length is not "
         "comparable with that of the others."
     )
-    k = sum(name.startswith("accepted_at_") and not name.endswith("_conditional") for name in overall.columns)
+    k = len(position_names(overall.columns))
     return (
         f"{len(overall)} cells: {made}; at most {k} draft tokens per step (K); {span('emitted')} output tokens and "
         f"{span('requests')} requests per cell. Brackets are {100 * tables.confidence:g} % intervals: percentile "
@@ -158,23 +180,101 @@ def _axis_values(tables: Tables, row: Mapping[str, Any]) -> dict[str, str]:
     return values
 
 
-def main_rows(tables: Tables, brief: bool = False) -> list[dict[str, str]]:
-    """Rows of the main table, heading -> value; `brief` abbreviates the headings."""
-    pooled, mean = ("AL, pooled", "AL, request mean") if brief else (
-        POOLED, "acceptance length, mean over requests")  # fmt: skip
-    proposing = "AL, proposing steps" if brief else "over proposing steps (Σ emitted in such steps / Σ such steps)"
+def main_columns(tables: Tables, names: Sequence[str] | None = None) -> list[Column]:
+    """The columns of the main table: the usual ones, or those of `Tables.overall` (axes and metrics) that are named.
+
+    Raises:
+        UsageError: a name that is none of them, or none at all.
+    """
+    if names is None:
+        return [*_axis_columns(tables), *_usual_columns(tables)]
+    known = [name for name in tables.overall.columns if not name.endswith(("_low", "_high"))]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        got = ", ".join(unknown) or "none"
+        raise UsageError(f"columns: expected some of {', '.join(known)}, got {got}")
+    usual = {column.key: column for column in [*_axis_columns(tables), *_usual_columns(tables)]}
+    return [usual.get(name) or _any_column(tables, name) for name in names]
+
+
+def main_rows(tables: Tables, names: Sequence[str] | None = None) -> list[dict[str, str]]:
+    """The main table, heading -> text per row, with marks in Markdown."""
+    return _main(tables, main_columns(tables, names))
+
+
+def _axis_columns(tables: Tables) -> list[Column]:
+    names = headings(tables.axes).items()
+    found = [Column(axis, heading, _BRIEF.get(heading, heading), None) for axis, heading in names]
+    if len(set(tables.overall["engine"])) > 1:
+        found.append(Column("engine", "engine", "engine", None))
+    return [*found, Column("lossless", "lossless", "lossless", None)]
+
+
+def _usual_columns(tables: Tables) -> list[Column]:
+    found = [
+        Column("acceptance_length", "acceptance length, pooled (Σ emitted / Σ steps)", "AL, pooled", 2),
+        Column("acceptance_length_request_mean", "acceptance length, mean over requests", "AL, request mean", 2),
+    ]
     # Both figures must be shown as soon as some steps had no proposal: they differ by as much as the skipped share.
-    skips = any(row["proposing_steps"] < row["steps"] for row in tables.overall.to_dict("records"))
+    if any(row["proposing_steps"] < row["steps"] for row in tables.overall.to_dict("records")):
+        proposing = "over proposing steps (Σ emitted in such steps / Σ such steps)"
+        found.append(Column("acceptance_length_proposing", proposing, "AL, proposing steps", 2))
+    return [
+        *found,
+        Column("acceptance_rate", "acceptance rate", "accept. rate", 2),
+        Column("system_efficiency", "system efficiency", "efficiency", 2),
+        Column("draft_bytes_per_token", "kept per draft token (bytes)", "B/draft", 0),
+    ]
+
+
+def _any_column(tables: Tables, name: str) -> Column:
+    words = name.replace("_", " ") if "." not in name else short(name)
+    values = tables.overall[name]
+    if not pd.api.types.is_float_dtype(values) or "." in name or name in tables.axes:
+        return Column(name, words, words, None)
+    decimals = 0 if name in _COUNTS else 3 if name.startswith("accepted_at_") else 2
+    return Column(name, words, words, decimals)
+
+
+def position_names(columns: Iterable[str]) -> list[str]:
+    """Those among `columns` that hold the joint acceptance at a position: accepted_at_1, accepted_at_2, ..."""
+    return [name for name in columns if re.fullmatch(r"accepted_at_\d+", name)]
+
+
+def cell_text(row: Mapping[str, Any], column: Column) -> str:
+    """What stands in a cell of the main table, without a mark."""
+    value = row[column.key]
+    if column.decimals is None:
+        return value_text(bool(value) if column.key == "lossless" else value)
+    if f"{column.key}_low" in row:
+        return with_interval(row, column.key, column.decimals)
+    return number(value, column.decimals)
+
+
+def is_marked(tables: Tables, columns: Sequence[Column]) -> bool:
+    """Whether the table compares anything, and shows it."""
+    shown = any(column.key == standing.METRIC for column in columns)
+    # Tables that were written before there were standings have no such column.
+    return shown and standing.BEST in set(tables.overall.get("standing", ()))
+
+
+def rule(tables: Tables, bold: str = "Bold") -> str:
+    """What the marks mean."""
+    equal = {
+        axis: heading for axis, heading in headings(tables.axes).items() if axis in standing.conditions(tables.axes)
+    }
+    return standing.rule(equal, tables.confidence, tables.num_resamples, bold)
+
+
+def _main(tables: Tables, columns: Sequence[Column]) -> list[dict[str, str]]:
     rows = []
     for row in tables.overall.to_dict("records"):
-        shown = _axis_values(tables, row) | {"lossless": value_text(bool(row["lossless"]))}
-        shown |= {pooled: with_interval(row, "acceptance_length")}
-        shown |= {mean: with_interval(row, "acceptance_length_request_mean")}
-        if skips:
-            shown[proposing] = number(row["acceptance_length_proposing"])
-        shown["acceptance rate"] = number(row["acceptance_rate"])
-        shown["efficiency" if brief else "system efficiency"] = number(row["system_efficiency"])
-        shown["B/draft" if brief else "kept per draft token (bytes)"] = number(row["draft_bytes_per_token"], 0)
+        shown = {column.heading: cell_text(row, column) for column in columns}
+        for column in columns:
+            if column.key == standing.METRIC:
+                value = shown[column.heading]
+                marked = {standing.BEST: f"**{value}**", standing.TIED: f"{value} {TIED_MARK}"}
+                shown[column.heading] = marked.get(row.get("standing"), value)
         rows.append(shown)
     return rows
 
@@ -184,8 +284,7 @@ def _position_text() -> str:
 
 
 def _by_position(tables: Tables, suffix: str) -> list[dict[str, str]]:
-    names = [name for name in tables.overall.columns if name.startswith("accepted_at_")]
-    positions = [name for name in names if not name.endswith("_conditional")]
+    positions = position_names(tables.overall.columns)
     return [
         _axis_values(tables, row)
         | {name.rpartition("_")[2]: number(row[name + suffix], 3) for name in positions}
@@ -231,9 +330,3 @@ def grid(rows: Sequence[Mapping[str, str]]) -> str:
 
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([line(list(frame.columns)), rule, *(line(list(row)) for row in frame.itertuples(index=False))])
-
-
-def _latex_row(values: Sequence[str]) -> str:
-    # \\ would read a row that begins with a bracket or a star as its own argument.
-    guard = "{}" if values and values[0].startswith(("[", "*")) else ""
-    return guard + " & ".join(latex_escape(value) for value in values) + r" \\"

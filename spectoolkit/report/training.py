@@ -7,46 +7,55 @@ from dataclasses import dataclass
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from spectoolkit.report import style
+from spectoolkit.report.labels import label_line_ends
+from spectoolkit.report.plots import check_rows, panels
 
 
-def curves(ax: Axes, log: pd.DataFrame, prefix: str, ylabel: str, legend: bool) -> Axes:
+def curves(ax: Axes, log: pd.DataFrame, prefix: str, ylabel: str) -> Axes:
     """One line per depth of the columns `prefix`_1, `prefix`_2, .. over the column `step`; gaps are bridged.
 
     Args:
-        ax: the axes.
+        ax: the axes, of final size: the depths are named at the ends of the lines.
         log: rows of `training.loop.train`.
-        prefix: "loss" or "overlap".
-        legend: whether the depths are named.
+        prefix: "loss" or "overlap"; an overlap is drawn from 0.
+        ylabel: what the values are.
+
+    Raises:
+        UsageError: a missing column.
     """
     names = sorted(name for name in log.columns if name.startswith(f"{prefix}_"))
+    check_rows(log, ["step", *(names or [f"{prefix}_1"])], unique=[])
     looks = style.line_styles(names)
-    for name in names:
-        known = log[log[name].notna()]
-        look = dict(looks[name])
-        if len(known) > 30:
-            look |= {"marker": "none"}
-        ax.plot(known["step"], known[name], label=f"depth {name.split('_')[-1]}", **look)
-    ax.set_xlabel("Training step")
-    ax.set_ylabel(ylabel)
-    if legend:
-        ax.legend(frameon=False)
-    return ax
+    with style.paper():
+        ends, end_looks = {}, {}
+        for name in names:
+            known = log[log[name].notna()]
+            look = dict(looks[name])
+            if len(known) > 30:
+                look |= {"marker": "none"}
+            ax.plot(known["step"], known[name], **look)
+            if len(known):
+                label = f"depth {name.split('_')[-1]}"
+                ends[label] = (float(known["step"].iloc[-1]), float(known[name].iloc[-1]))
+                end_looks[label] = looks[name]
+        ax.autoscale_view()  # labels are placed for the limits
+        if prefix == "overlap":
+            ax.set_ylim(bottom=0)
+        ax.set_xlabel("training step")
+        ax.set_ylabel(ylabel)
+        return label_line_ends(ax, ends, end_looks, style.SMALL_PT)
 
 
 def training_figure(log: pd.DataFrame, temperature: float, width_in: float = style.PAGE_IN) -> Figure:
     """Training loss at the left, acceptance on held-out prompts at the right, one line per depth."""
     with style.paper():
-        figure = Figure(figsize=(width_in, 2.3), layout="constrained")
-        FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2)
-        curves(left, log, "loss", "Training loss (nats)", legend=False)
-        curves(right, log, "overlap", f"Held-out Σ min(p, q), T = {temperature:g}", legend=True)
-        right.set_ylim(bottom=0)
-    return figure
+        fig, (left, right) = panels(2, ["depth 1"], top=0.1, width_in=width_in, height_in=2.3, gap=0.5)
+        curves(left, log, "loss", "training loss (nats)")
+        curves(right, log, "overlap", f"held-out Σ min(p, q), T = {temperature:g}")
+    return fig
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.records import request_row
 from spectoolkit.report import plots
-from spectoolkit.report.cells import prompt_note
+from spectoolkit.report.cells import CellResult, HasSettings, prompt_note
 from spectoolkit.report.frontier import frontier_figure
 from spectoolkit.runner import completions_of, run_cells
 from spectoolkit.study import Cell, Experiment, Store
@@ -145,9 +145,9 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
             bar.set_description(cell.label)
             _decode(cell, _asked(cell, temperatures), store, bar.update)
 
-        run_cells(cells, store, bar, decode_cell)
-    table = _table(cells, store, temperatures)
-    note = prompt_note(map(store.load, cells))
+        results = run_cells(cells, store, bar, decode_cell)
+    table = table_of(results, temperatures)
+    note = prompt_note(results)
     text = _markdown(table, config) + (f"\n{note}\n" if note else "")
     replace_text(store.folder / "table.csv", table.to_csv(index=False, lineterminator="\n"))
     replace_text(store.folder / "table.md", text)
@@ -156,7 +156,7 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
     return f"{text}\nTables, figure and manifest are in {store.folder}"
 
 
-def _asked(cell: Cell, temperatures: Sequence[float]) -> list[float]:
+def _asked(cell: HasSettings, temperatures: Sequence[float]) -> list[float]:
     """Temperatures asked for that a cell is a row of: its own, and for the target itself also the higher ones."""
     own = float(cell.settings[TEMPERATURE])
     return [t for t in temperatures if t == own or (cell.settings["verifier.is_lossless"] and own < t)]
@@ -189,18 +189,18 @@ def _row(experiment: Experiment, completion: Completion) -> dict[str, Any]:
     )
 
 
-def _table(cells: Sequence[Cell], store: Store, temperatures: Sequence[float]) -> pd.DataFrame:
+def table_of(cells: Sequence[CellResult], temperatures: Sequence[float]) -> pd.DataFrame:
     """One row per strategy and temperature asked for; lossless cells at lower temperatures stand among them.
 
     Columns: `temperature` asked for, `drafter`, `rule`, `setting`, `sampled_at` (differs for the rival), acceptance
     length, TV and KL per token, and `gain`: acceptance length less that of the rival at equal KL, between the rival's
     points linearly, NaN beyond them. Intervals are over prompts, those of `gain` paired.
     """
-    loaded = [(cell, store.load(cell).rows) for cell in cells]
     rows: list[dict[str, Any]] = []
     found: list[_Samples] = []
     for temperature in temperatures:
-        for cell, frame in loaded:
+        for cell in cells:
+            frame = cell.rows
             if temperature not in _asked(cell, temperatures):
                 continue
             own = float(cell.settings[TEMPERATURE])
@@ -266,7 +266,7 @@ def _gain(mine: _Samples, rival: Sequence[_Samples]) -> np.ndarray:
     return mine.acceptance_length - np.array(equal)
 
 
-def _setting(cell: Cell) -> str:
+def _setting(cell: HasSettings) -> str:
     """The rule's own parameters in words."""
     hidden = ("verifier.name", "verifier._target_", "verifier.is_lossless")
     given = {

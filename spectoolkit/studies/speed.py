@@ -9,11 +9,13 @@ from typing import Any
 
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
+from spectoolkit.report import contours, plots
 from spectoolkit.runner import completions_of
 from spectoolkit.study import Cell, Experiment, Store
 
@@ -61,6 +63,8 @@ def run(
                 "speedup_low": min(over),
                 "speedup_high": max(over),
                 "draft_cost": statistics.median(costs),
+                "draft_cost_low": min(costs),
+                "draft_cost_high": max(costs),
                 "scoring_cost": statistics.median(scoring),
                 "acceptance_length": turns[0][i]["acceptance_length"],
                 "tokens_per_s": statistics.median(turn[i]["tokens_per_s"] for turn in turns),
@@ -70,8 +74,29 @@ def run(
     text = _markdown(table, config, str(cells[0].settings["draft_model.name"]), str(notes["device"]), repetitions)
     replace_text(store.folder / "table.csv", table.to_csv(index=False, lineterminator="\n"))
     replace_text(store.folder / "table.md", text)
+    plots.save(figure(table, int(config["num_draft_tokens"])), store.folder)
     store.write_manifest({"provenance": notes, "config": config})
-    return f"{text}\nTable and manifest are in {store.folder}"
+    return f"{text}\nTable, figure and manifest are in {store.folder}"
+
+
+def figure(table: pd.DataFrame, num_draft_tokens: int) -> Figure:
+    """The speed-up that acceptance length and draft cost let expect, with every strategy at its place, by batch size.
+
+    What the measured speed-up lacks is what the formula leaves out: scoring costs more than a forward over one token.
+
+    Args:
+        table: of `run`; plain decoding, which drafts nothing, has no place.
+        num_draft_tokens: K.
+    """
+    drafting = pd.DataFrame(table[table["drafter"] != "none"])
+    found = drafting.rename(columns={f"draft_cost{end}": f"cost{end}" for end in ("", "_low", "_high")})
+    names = [
+        drafter if verifier == "rejection" else f"{drafter}, {verifier}"
+        for drafter, verifier in zip(found["drafter"].tolist(), found["verifier"].tolist(), strict=True)
+    ]
+    points = contours.measured_points(found.assign(strategy=names, num_draft_tokens=num_draft_tokens))
+    points["batch"] = [f"batch size {size}" for size in found["batch_size"].tolist()]
+    return contours.contours_figure(points, "batch" if points["batch"].nunique() > 1 else None)
 
 
 def by_turns(experiments: Sequence[Experiment], repetitions: int) -> list[list[dict[str, float]]]:

@@ -1,6 +1,8 @@
+import math
+
 import pytest
 
-from spectoolkit.functional.theory import expected_acceptance_length, expected_speedup
+from spectoolkit.functional.theory import expected_acceptance_length, expected_speedup, implied_rate
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,16 @@ def test_arguments_out_of_range_are_named(rate: float, num_draft_tokens: int) ->
 def test_cost_ratio_out_of_range(cost_ratio: float) -> None:
     with pytest.raises(ValueError, match="cost_ratio"):
         expected_speedup(0.5, 3, cost_ratio)
+
+
+@pytest.mark.parametrize(("rate", "num_draft_tokens"), [(0.0, 4), (0.37, 1), (0.62, 5), (1.0, 3)])
+def test_the_implied_rate_is_the_one_that_gives_the_length(rate: float, num_draft_tokens: int) -> None:
+    length = expected_acceptance_length(rate, num_draft_tokens)
+    assert implied_rate(length, num_draft_tokens) == pytest.approx(rate, abs=1e-12)
+
+
+def test_no_rate_where_there_is_nothing_to_solve() -> None:
+    assert math.isnan(implied_rate(float("nan"), 4))
+    assert math.isnan(implied_rate(1.0, 0))
+    with pytest.raises(ValueError, match=r"from 1 to K \+ 1 = 5, got 5.1"):
+        implied_rate(5.1, 4)
