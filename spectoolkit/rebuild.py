@@ -172,7 +172,7 @@ def _given(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _formats(value: str | None) -> list[str]:
-    names = list(FORMATS) if value is None else [name.strip() for name in value.split(",")]
+    names = [name.strip() for name in (",".join(FORMATS) if value is None else value).split(",")]
     if unknown := [name for name in names if name not in FORMATS]:
         raise UsageError(f"format: expected some of {', '.join(FORMATS)}, got {', '.join(map(repr, unknown))}")
     return names
@@ -294,5 +294,5 @@ def _frontier(cells: Sequence[CellResult]) -> tuple[dict[str, Any], list[str]]:
         return {}, [
             f"frontier: not drawn, expected a lossless cell for every drafter and temperature, none at {absent}"
         ]
-    table = table_of(cells, sorted({float(cell.settings[key]) for cell in cells}))
+    table = table_of(cells, sorted({float(str(cell.settings[key])) for cell in cells}))
     return {"frontier": frontier_figure(table)}, []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -111,7 +114,7 @@ def _positions(grid: _Grid, remarks: list[str]) -> Figure:
 
 
 def _heat_map(grid: _Grid, remarks: list[str]) -> Figure | None:
-    if not {heatmap.TARGET, heatmap.DRAFT} <= set(grid.overall) or grid.overall[heatmap.DRAFT].nunique() < 3:
+    if not {heatmap.TARGET, heatmap.DRAFT} <= set(grid.overall) or len(_values(grid.overall, heatmap.DRAFT)) < 3:
         return None
     rows = pd.DataFrame(grid.overall[grid.overall[heatmap.DRAFT].notna()])
     return heatmap.heat_map_figure(rows)
@@ -143,17 +146,20 @@ def _contours(grid: _Grid, remarks: list[str]) -> Figure | None:
     """Costs are those of the run: time per draft token over that of the target's forward over K + 1 tokens."""
     found = []
     for cell, row in zip(grid.cells, grid.overall.to_dict("records"), strict=True):
-        sums = {name: float(cell.rows[name].sum(skipna=False)) for name in ("draft_s", "drafted", "target_s", "steps")}
+        sums = {
+            name: float(cell.rows[name].to_numpy(dtype=float).sum())
+            for name in ("draft_s", "drafted", "target_s", "steps")
+        }
         if all(np.isfinite(value) and value > 0 for value in sums.values()):
             cost = sums["draft_s"] / sums["drafted"] / (sums["target_s"] / sums["steps"])
-            k = int(cell.rows["num_draft_tokens"].max())
+            k = max(cell.rows["num_draft_tokens"].tolist())
             found.append({**row, "num_draft_tokens": k, "cost": cost})
     if not found:
         remarks.append("not drawn: only cells decoded live say what drafting costs")
         return None
     table = pd.DataFrame(found)
     panel = None
-    if grid.x is not None and table[grid.x].nunique() > 1:
+    if grid.x is not None and len(_values(table, grid.x)) > 1:
         panel = "panel"
         wanted = [value for value in grid.some(remarks) if value in set(table[grid.x])]
         table = pd.DataFrame(table[table[grid.x].isin(wanted)])
@@ -169,14 +175,19 @@ def _panel_and_line(grid: _Grid) -> tuple[str | None, str]:
     """A panel per verifier where each has several lines and nothing but drafters are left for these."""
     others = {axis for axis in grid.axes if axis != grid.x}
     if others == {"drafter", "verifier"}:
-        drafters = grid.overall.groupby("verifier")["drafter"].nunique()
-        if 1 < len(drafters) <= MAX_PANELS and int(drafters.min()) > 1:
+        verifiers = grid.overall["verifier"].tolist()
+        lines = {
+            name: _values(pd.DataFrame(grid.overall[[v == name for v in verifiers]]), "drafter") for name in verifiers
+        }
+        if 1 < len(lines) <= MAX_PANELS and min(map(len, lines.values())) > 1:
             return "verifier", "drafter"
     return None, "strategy"
 
 
 def _few(rows: pd.DataFrame, panel: str | None, line: str) -> None:
-    count = rows[line].nunique() if panel is None else int(rows.groupby(panel)[line].nunique().max())
+    pairs = set(zip(rows[panel or line].tolist(), rows[line].tolist(), strict=True))
+    counts = Counter(value if panel else None for value, _ in pairs)
+    count = max(counts.values(), default=0)
     if count > MAX_LINES:
         raise UsageError(
             f"rows: expected at most {MAX_LINES} strategies in a panel, got {count}; choose some with rows="
@@ -199,5 +210,11 @@ def _strategies(cells: Sequence[CellResult], axes: Sequence[str]) -> list[str]:
 
 
 def _is_numeric(overall: pd.DataFrame, axis: str) -> bool:
-    values = overall[axis]
-    return pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values) and values.nunique() > 1
+    values = _values(overall, axis)
+    numbers = [isinstance(value, Real) and not isinstance(value, bool) for value in values]
+    return len(values) > 1 and all(numbers)
+
+
+def _values(rows: pd.DataFrame, column: str) -> list[Any]:
+    """The distinct values of a column that are there."""
+    return list(dict.fromkeys(value for value in rows[column].tolist() if not pd.isna(value)))

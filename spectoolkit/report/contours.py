@@ -23,6 +23,7 @@ K = "num_draft_tokens"
 LEVELS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 _POINT = ["strategy", K, "rate", "rate_low", "rate_high", "cost", "cost_low", "cost_high"]
 _INK, _SLOWER = "#8A8A8A", "#EFEFEF"
+_LINES = "expected\nspeed-up"
 _GRID = 161  # points per axis
 
 
@@ -119,7 +120,7 @@ def contours_figure(points: pd.DataFrame, panel: str | None = None, width_in: fl
     width_in = width_in or (style.PAGE_IN if len(values) > 1 else style.COLUMN_IN + 1.4)
     looks = style.line_styles(points["strategy"])
     with style.paper():
-        right = max(text_width_pt(label_of(name), style.SMALL_PT) for name in [*looks, "measured"]) / 72 + 0.44
+        right = max(text_width_pt(label_of(name), style.SMALL_PT) for name in [*looks, "expected"]) / 72 + 0.44
     height_in, left, gap, bottom, top = 2.4, 0.66, 0.46, 0.42, 0.24
     each = (width_in - left - right - gap * (len(values) - 1)) / len(values)
     if each < 1.2:
@@ -142,10 +143,10 @@ def contours_figure(points: pd.DataFrame, panel: str | None = None, width_in: fl
             if i:
                 ax.set_ylabel("")
         handles = [Line2D([], [], **_marker(look), label=label_of(name)) for name, look in looks.items()]
+        handles.append(Line2D([], [], color=_INK, linewidth=0.8, label=_LINES))
         fig.legend(
             handles=handles, loc="upper left", bbox_to_anchor=((width_in - right + 0.06) / width_in, 0.93),
-            frameon=False, borderpad=0, handletextpad=0.3, title="measured", alignment="left",
-            title_fontsize=style.SMALL_PT,
+            frameon=False, borderpad=0, handletextpad=0.3, handlelength=1.6,
         )  # fmt: skip
     return fig
 

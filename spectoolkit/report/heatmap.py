@@ -92,7 +92,7 @@ def heat_map_figure(overall: pd.DataFrame, width_in: float = style.PAGE_IN) -> F
         overall: `Tables.overall`, one row per target and draft temperature.
         width_in: of the figure.
     """
-    height_in, left, right, bottom, top = 0.95 + 0.34 * overall[TARGET].nunique(), 0.48, 0.14, 0.44, 0.28
+    height_in, left, right, bottom, top = 0.95 + 0.34 * len(set(overall[TARGET].tolist())), 0.48, 0.14, 0.44, 0.28
     with style.paper():
         fig = Figure(figsize=(width_in, height_in))
         FigureCanvasAgg(fig)

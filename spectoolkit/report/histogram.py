@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -43,7 +45,7 @@ def distribution(rows: pd.DataFrame, steps: pd.DataFrame | None = None) -> pd.Da
     """
     metrics.check_rows(rows)
     total = rows["steps"].to_numpy(dtype=float)
-    k = int(rows["num_draft_tokens"].max()) if len(rows) else 0
+    k = max(rows["num_draft_tokens"].tolist(), default=0)
     if steps is None:
         at = [
             [n, *values, *[0.0] * (k + 1 - len(values))] for n, values in zip(total, rows["accepted_at"], strict=True)
@@ -51,9 +53,9 @@ def distribution(rows: pd.DataFrame, steps: pd.DataFrame | None = None) -> pd.Da
         numbers = -np.diff(np.array(at).reshape(len(rows), k + 2), axis=1)
         counts, unit = range(k + 1), ACCEPTED
     else:
-        tally = steps.groupby(["request_id", "emitted"]).size().unstack(fill_value=0)
-        tally = tally.reindex(index=list(rows["request_id"]), columns=range(1, k + 2), fill_value=0)
-        numbers = tally.to_numpy(dtype=float)
+        tally = Counter(zip(steps["request_id"].tolist(), steps["emitted"].tolist(), strict=True))
+        emitted = range(1, k + 2)
+        numbers = np.array([[float(tally[name, n]) for n in emitted] for name in rows["request_id"].tolist()])
         if len(steps) != numbers.sum() or (numbers.sum(axis=1) != total).any():
             raise UsageError(
                 f"steps: expected the {total.sum():,.0f} step records of these requests, got {len(steps):,} of which "

@@ -32,14 +32,14 @@ def curves(ax: Axes, log: pd.DataFrame, prefix: str, ylabel: str) -> Axes:
     with style.paper():
         ends, end_looks = {}, {}
         for name in names:
-            known = log[log[name].notna()]
+            known = pd.DataFrame(log[log[name].notna()])
             look = dict(looks[name])
             if len(known) > 30:
                 look |= {"marker": "none"}
             ax.plot(known["step"], known[name], **look)
             if len(known):
                 label = f"depth {name.split('_')[-1]}"
-                ends[label] = (float(known["step"].iloc[-1]), float(known[name].iloc[-1]))
+                ends[label] = (float(known["step"].tolist()[-1]), float(known[name].tolist()[-1]))
                 end_looks[label] = looks[name]
         ax.autoscale_view()  # labels are placed for the limits
         if prefix == "overlap":

@@ -158,7 +158,7 @@ def run(cells: Sequence[Cell], store: Store, *, axes: Sequence[str], config: Map
 
 def _asked(cell: HasSettings, temperatures: Sequence[float]) -> list[float]:
     """Temperatures asked for that a cell is a row of: its own, and for the target itself also the higher ones."""
-    own = float(cell.settings[TEMPERATURE])
+    own = float(str(cell.settings[TEMPERATURE]))
     return [t for t in temperatures if t == own or (cell.settings["verifier.is_lossless"] and own < t)]
 
 
@@ -203,7 +203,7 @@ def table_of(cells: Sequence[CellResult], temperatures: Sequence[float]) -> pd.D
             frame = cell.rows
             if temperature not in _asked(cell, temperatures):
                 continue
-            own = float(cell.settings[TEMPERATURE])
+            own = float(str(cell.settings[TEMPERATURE]))
             is_rival = bool(cell.settings["verifier.is_lossless"])
             row: dict[str, Any] = {
                 "temperature": temperature,

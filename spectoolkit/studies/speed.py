@@ -96,7 +96,7 @@ def figure(table: pd.DataFrame, num_draft_tokens: int) -> Figure:
     ]
     points = contours.measured_points(found.assign(strategy=names, num_draft_tokens=num_draft_tokens))
     points["batch"] = [f"batch size {size}" for size in found["batch_size"].tolist()]
-    return contours.contours_figure(points, "batch" if points["batch"].nunique() > 1 else None)
+    return contours.contours_figure(points, "batch" if len(set(points["batch"].tolist())) > 1 else None)
 
 
 def by_turns(experiments: Sequence[Experiment], repetitions: int) -> list[list[dict[str, float]]]:

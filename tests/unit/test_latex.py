@@ -107,7 +107,7 @@ def test_it_compiles(built, tmp_path: Path):
     (tmp_path / "table.tex").write_text(latex.table(built, caption="A table.", label="tab:x"))
     plots.save(figures.FIGURES["sweep"](), tmp_path, "sweep", ("pdf", "pgf"))
     source = paper.document("Title", "table", [("sweep", "A sweep")])
-    source = source.replace(r"\end{document}", "\\input{sweep.pgf}\n\\end{document}")
+    source = source.replace(r"\end{document}", "\\noindent\\input{sweep.pgf}\n\\end{document}")
     (tmp_path / "paper.tex").write_text(source.replace(r"\usepackage{graphicx}", r"\usepackage{graphicx,pgf}"))
     command = [ENGINE, "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
