@@ -70,7 +70,9 @@ def random_llama(
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=_STD, generator=generator)
-    model = model.to(device=torch_device, dtype=torch_dtype if isinstance(torch_dtype, torch.dtype) else torch.float32)
+    if isinstance(torch_dtype, torch.dtype):
+        model.to(torch_dtype)  # pyright: ignore  # its declaration hides that of nn.Module
+    model.to(torch_device)  # pyright: ignore
     return CausalLM(model, ByteTokenizer(), f"random Llama ({num_layers} layers of width {hidden_size})")
 
 
@@ -91,5 +93,5 @@ def random_llama_draft(target: CausalLM, share: float = 0.9, seed: int = 1) -> C
         for parameter, given in zip(model.parameters(), source.parameters(), strict=True):
             other = torch.empty(given.shape).normal_(std=_STD, generator=generator) if given.dim() > 1 else 0
             parameter.copy_(given.cpu().float() * share**0.5 + other * (1 - share) ** 0.5 if given.dim() > 1 else given)
-    model = model.to(device=target.device, dtype=source.dtype)
+    model.to(device=target.device, dtype=source.dtype)  # pyright: ignore
     return CausalLM(model, target.tokenizer, f"{target.name}, {share:g} of it")

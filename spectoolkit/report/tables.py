@@ -160,7 +160,9 @@ def read(folder: Path | str, *, confidence: float = 0.95, num_resamples: int = 2
     long = pd.read_parquet(parquet) if parquet.exists() else pd.read_csv(csv)
     if missing := [name for name in ("scope", "category", "engine", "undefined") if name not in long]:
         raise UsageError(f"folder: expected the table of a grid of cells in {folder}, got one without {missing[0]}")
-    long["undefined"] = long["undefined"].astype(object).fillna("")  # CSV has nothing for an empty text
+    for name in ("undefined", "standing"):
+        if name in long:
+            long[name] = long[name].astype(object).fillna("")  # CSV has nothing for an empty text
     head = [str(name) for name in long.columns[2 : list(long.columns).index("engine")]]
     overall, by_category = (
         pd.DataFrame(long[long["scope"] == scope]).reset_index(drop=True) for scope in ("overall", "category")

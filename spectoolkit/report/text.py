@@ -255,7 +255,7 @@ def is_marked(tables: Tables, columns: Sequence[Column]) -> bool:
     """Whether the table compares anything, and shows it."""
     shown = any(column.key == standing.METRIC for column in columns)
     # Tables that were written before there were standings have no such column.
-    return shown and standing.BEST in set(tables.overall.get("standing", ()))
+    return shown and "standing" in tables.overall and standing.BEST in tables.overall["standing"].tolist()
 
 
 def rule(tables: Tables, bold: str = "Bold") -> str:
@@ -274,7 +274,7 @@ def _main(tables: Tables, columns: Sequence[Column]) -> list[dict[str, str]]:
             if column.key == standing.METRIC:
                 value = shown[column.heading]
                 marked = {standing.BEST: f"**{value}**", standing.TIED: f"{value} {TIED_MARK}"}
-                shown[column.heading] = marked.get(row.get("standing"), value)
+                shown[column.heading] = marked.get(str(row.get("standing", "")), value)
         rows.append(shown)
     return rows
 

@@ -56,17 +56,21 @@ def test_both_rules_judged_equal_drafts_on_the_same_outputs(study):
 
 @pytest.mark.parametrize("study", PAIRS)
 def test_block_verification_accepts_at_least_as_many_as_rejection_and_more_of_several_drafts(study):
-    """Exact expectations, so every cell has to obey: with one draft both are the same rule, with more block gains.
+    """With one draft, or at temperature 0, both are the same rule, else block gains over all prompts of a cell.
 
-    By less than 1e-9 accepted tokens the two count as equal: rounding of sums over some thousand steps.
+    A step of block accepts at least as many, but where the next one then begins may be worse: a few outputs may lose. By
+    less than 1e-9 accepted tokens the two count as equal: rounding of sums over some thousand steps.
     """
     found = PAIRS[study]
     gain = found["accepted"] - found["accepted_rejection"]
-    is_one = found["num_draft_tokens"].astype(int) == 1
-    assert (gain[is_one].abs() <= 1e-9).all()
-    assert (gain[~is_one] > 1e-9).all()
+    is_same = found["num_draft_tokens"].astype(int) == 1
+    if "sampling.temperature" in found:
+        is_same |= found["sampling.temperature"].astype(float) == 0
+    assert (gain[is_same].abs() <= 1e-9).all()
+    gains = ~is_same & (found["scope"] == "overall")
+    assert (gain[gains] > 1e-9).all()
     is_longer = found["acceptance_length"] > found["acceptance_length_rejection"]
-    assert is_longer[~is_one].all()
+    assert is_longer[gains].all()
 
 
 def test_tables_with_both_numbers_of_drafts_are_among_them():

@@ -290,7 +290,7 @@ def test_what_was_written_is_read_back(grid, tmp_path):
         for name in ("overall", "by_category", "differences")[: 2 if without == ("differences.csv",) else 3]:
             expected = getattr(built, name)
             pd.testing.assert_frame_equal(getattr(found, name)[list(expected)], expected, check_dtype=False)
-        assert text.latex(found) == text.latex(built)
+        assert latex.table(found) == latex.table(built)
     assert not len(found.differences)
 
 
