@@ -178,6 +178,7 @@ class CausalLM:
         self, state: RaggedCache, parts: Sequence[Part], num_tokens: int
     ) -> tuple[list[Tensor], RaggedCache]:
         """See `interfaces.PartsModel`; the caches of the rows that a part reads are copied, one layer at a time."""
+        state.bound_lengths()
         if state.bound > self.context_length:
             self._check_length(max(state.read_lengths()))
         scored = []

@@ -130,10 +130,7 @@ class RaggedCache(Cache):
 
     def begin(self, num_queries: int) -> Tensor:
         """Prepare a forward pass over `num_queries` new tokens per row; their positions [B, Q]."""
-        if self.known_lengths is None:
-            self._num_blind_passes += 1
-            if self._num_blind_passes > _MAX_BLIND_PASSES:
-                self.read_lengths()
+        self.bound_lengths()
         is_uniform = self.known_lengths is not None and len(set(self.known_lengths)) == 1
         positions = self.lengths[:, None] + torch.arange(num_queries, device=self.lengths.device)
         needs_mask = not is_uniform or (num_queries > 1 and self.bound > 0)
@@ -145,6 +142,13 @@ class RaggedCache(Cache):
             index={},
         )
         return positions
+
+    def bound_lengths(self) -> None:
+        """Before a forward pass: read the lengths back if the host has not known them for long."""
+        if self.known_lengths is None:
+            self._num_blind_passes += 1
+            if self._num_blind_passes > _MAX_BLIND_PASSES:
+                self.read_lengths()
 
     def end(self, num_queries: int) -> None:
         """Finish the forward pass that `begin` prepared: all rows are longer by `num_queries`."""
