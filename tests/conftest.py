@@ -1,4 +1,7 @@
-"""What holds for every test: no network, one thread (tiny tensors get slower with more), no state between tests."""
+"""What holds for every test: no network, one thread (tiny tensors get slower with more), no state between tests.
+
+Kernels run through Triton's interpreter where there is no GPU, which has to be said before triton is first imported.
+"""
 
 import os
 
@@ -8,3 +11,5 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
