@@ -1,8 +1,8 @@
 """Whether a kernel or the reference does a step's verification or a replay's reduction.
 
 Kernels run on CUDA tensors where triton is installed, for the plain rows that most work is made of: logits in float32,
-float16 or bfloat16, no filter, penalty or bias, and a rule and law that `verify` and `reduce` know. Everything else, and
-every batch with something to report (NaN, a broken contract), goes through the reference, whose errors are the errors.
+float16 or bfloat16, no filter, penalty or bias, and a rule and law that `verify` and `reduce` know. Everything else,
+and every batch with something to report (NaN, a broken contract), goes through the reference, whose errors count.
 Top-k, top-p and min-p rows do too: they are sorted there, and a kernel would have to break ties exactly so.
 
 The environment variable SPECTOOLKIT_KERNELS says otherwise: `off` is the reference everywhere, `interpret` takes

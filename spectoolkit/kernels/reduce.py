@@ -26,8 +26,8 @@ class Reduced:
     Attributes:
         target_argmax, draft_argmax: [R] the lowest id with the largest logit.
         target_logsumexp, draft_logsumexp: [R], [R, S] float64 of logits / T (of the logits themselves where T = 0).
-        target_prob, draft_prob: [R], [R, S] float64, p(x) and q(x), rounded to float32 as in the reference's rows, which
-            are one-hot where T = 0.
+        target_prob, draft_prob: [R], [R, S] float64, p(x) and q(x), rounded to float32 as in the reference's rows; of
+            one-hot rows where T = 0.
         target_log_prob: [R] float64, log p(x), not rounded before.
         overlap: [R, S] float64, sum of min(p, q); None where not asked for.
         coupled: [R, S] float64, as `functional.conditional.given_coupled`; None where not asked for.
@@ -143,8 +143,8 @@ def reduce_rows(
         scale = torch.where(q > 0, p[:, None] / q, 0)
         if num_rows:
             _pair_sums[(num_rows, num)](
-                target, draft, target_t, draft_t, _shift(top), (1 / total).float(), target_argmax,
-                _shift(draft_top), (1 / draft_total).float(), draft_argmax, scale.float(), shared, wide, *sizes,
+                target, draft, target_t, draft_t, top.float(), _inverse(total), target_argmax,
+                draft_top.float(), _inverse(draft_total), draft_argmax, scale.float(), shared, wide, *sizes,
                 **options,
             )  # fmt: skip
         overlap = shared.sum(-1, dtype=torch.float64)
@@ -201,6 +201,6 @@ def _log_prob(logits: Tensor, temperature: Tensor, top: Tensor, total: Tensor) -
     return (logits / divisor).double() - top - total.log()
 
 
-def _shift(top: Tensor) -> Tensor:
-    """What is subtracted from logits in float32: 0 where the row has no meaning."""
-    return torch.where(top.isfinite(), top, 0).float()
+def _inverse(total: Tensor) -> Tensor:
+    """1 / total in float32; 0 where the row has no meaning."""
+    return torch.where(total > 0, 1 / total, 0).float()

@@ -1,4 +1,4 @@
-"""What kernels do with one row of logits: a chunk's largest logit and sum of exponentials, and the row's from its chunks'.
+"""What kernels do with a row of logits: a chunk's largest logit and sum of exponentials, and the row's from them.
 
 A row that may not be (NaN, +inf, no finite entry, overflow by its temperature) has a largest logit that is not finite;
 NaN counts as +inf, so that no arithmetic with it takes place.
@@ -38,9 +38,21 @@ def is_fine(top):
 
 
 @triton.jit
+def below(x, top):
+    """x - top, `top` being the largest of x; -inf where it is not finite, since nothing follows from such a row."""
+    return tl.where(is_fine(top), x - tl.where(is_fine(top), top, 0.0), -float("inf"))
+
+
+@triton.jit
+def inverse_of(total):
+    """1 / total in float32; 0 where it is 0."""
+    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0).to(tl.float32)
+
+
+@triton.jit
 def exp_sum(x, top):
-    """Sum of exp(x - top), `top` the largest of x; anything where it is not finite."""
-    return tl.sum(tl.exp(tl.where(is_fine(top), x - tl.where(is_fine(top), top, 0.0), -float("inf"))), axis=0)
+    """Sum of exp(x - top), `top` the largest of x."""
+    return tl.sum(tl.exp(below(x, top)), axis=0)
 
 
 @triton.jit
@@ -55,8 +67,8 @@ def store_parts(x, tokens, at, max_ptr, sum_ptr, arg_ptr):
 @triton.jit
 def chunk_masses(tops, sums, top):
     """Sums [CHUNKS] float64 of exp(x - top) of every chunk, `top` being the row's largest logit."""
-    has_weight = is_fine(top) & (tops > top - NEGLIGIBLE)
-    distance = tl.where(has_weight, tops - tl.where(is_fine(top), top, 0.0), 0.0).to(tl.float64)
+    has_weight = below(tops, top) > -NEGLIGIBLE
+    distance = tl.where(has_weight, below(tops, top), 0.0).to(tl.float64)
     return tl.where(has_weight, sums.to(tl.float64) * tl.exp(distance), 0.0)
 
 
@@ -78,21 +90,22 @@ def prob_at(row, token, width, temperature, top, total, arg):
     """p(token), a float32 number as in the reference's rows, in float64; 0 for ids outside the row."""
     inside = (token >= 0) & (token < width) & is_fine(top)
     raw = tl.load(row + token, mask=inside, other=-float("inf")).to(tl.float32)
-    distance = tl.div_rn(raw, divisor(temperature)).to(tl.float64) - tl.where(is_fine(top), top, 0.0).to(tl.float64)
-    prob = tl.where(temperature == 0, (token == arg).to(tl.float64), tl.exp(distance) / tl.where(total > 0, total, 1.0))
+    distance = below(tl.div_rn(raw, divisor(temperature)).to(tl.float64), top)
+    prob = tl.exp(distance) / tl.where(total > 0, total, 1.0)
+    prob = tl.where(temperature == 0, (token == arg).to(tl.float64), prob)
     return tl.where(inside, prob.to(tl.float32).to(tl.float64), 0.0)
 
 
 @triton.jit
 def probs_of_chunk(x, tokens, temperature, top, inverse, arg):
     """float32 probabilities of a chunk's scaled logits x, `inverse` being 1 over the row's sum of exponentials."""
-    prob = tl.exp(x - top) * inverse
+    prob = tl.exp(below(x, top)) * inverse
     return tl.where(temperature == 0, (tokens == arg).to(tl.float32), prob)
 
 
 @triton.jit
 def first_above(cumulated, goal, weights, index, SIZE: tl.constexpr):
-    """`functional.draw._first_above`: the first index with `cumulated > goal` and positive weight, else the last one."""
+    """As in `functional.draw`: the first index with `cumulated > goal` and positive weight, else the last such one."""
     positive = weights > 0
     first = tl.min(tl.where(positive & (cumulated > goal), index, SIZE), axis=0)
     last = tl.max(tl.where(positive, index, 0), axis=0)

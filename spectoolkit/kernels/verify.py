@@ -1,9 +1,9 @@
 """Verification from logits: no probabilities are written, and each row is read at most twice.
 
-Of a step with target logits [B, K+1, V] a first pass reads every row that belongs to a token, and leaves a largest logit
-and a sum of exponentials per chunk. From these a program per sequence has p(x) and q(x) of the drafted tokens, and so
-the accepted prefix. Where a residual (p - q)+ is drawn from, a second pass sums it chunk by chunk (all K rows for block
-verification, one row otherwise). The token is found in one more chunk, read again.
+Of a step with target logits [B, K+1, V] a first pass reads every row that belongs to a token, and leaves a largest
+logit and a sum of exponentials per chunk. From these a program per sequence has p(x) and q(x) of the drafted tokens,
+and so the accepted prefix. Where a residual (p - q)+ is drawn from, a second pass sums it chunk by chunk (all K rows
+for block verification, one row otherwise). The token is found in one more chunk, read again.
 
 Arithmetic. Logits are divided by T in float32, exponentials are float32, sums within a chunk are float32, sums over
 chunks, p(x), q(x), thresholds and the inversion of the distribution function are float64; products and differences are
@@ -25,10 +25,12 @@ from spectoolkit.kernels.launch import chunk_size, num_chunks, num_warps, padded
 from spectoolkit.kernels.noise import exponential_of
 from spectoolkit.kernels.rows import (
     NO_INDEX,
+    below,
     chunk_masses,
     combine_parts,
     divisor,
     first_above,
+    inverse_of,
     is_fine,
     load_logits,
     prob_at,
@@ -37,8 +39,8 @@ from spectoolkit.kernels.rows import (
 )
 
 INVALID_TARGET, NOT_DRAWN, INVALID_DRAFT = 1, 2, 4
-"""Bits of a sequence's status: a target row without a distribution; a drafted token of probability 0 under its law; a
-row of draft logits without a distribution. 0 is a verdict to be used; the others are left to the reference to report."""
+"""Bits of a sequence's status: a target row without a distribution, a drafted token of probability 0 under its law, a
+row of draft logits without a distribution. 0 is a verdict to be used; the reference reports the others."""
 
 _POINT, _DENSE, _LOGITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -142,8 +144,8 @@ def _draft_probs(
         probs = tl.load(draft + tokens, mask=tokens < width, other=0.0)
     else:
         x = tl.div_rn(load_logits(draft, tokens, width), divisor(draft_t))
-        inverse = (1.0 / tl.load(draft_total + at)).to(tl.float32)
-        probs = probs_of_chunk(x, tokens, draft_t, tl.load(draft_top + at), inverse, tl.load(draft_first + at))
+        top, inverse = tl.load(draft_top + at), inverse_of(tl.load(draft_total + at))
+        probs = probs_of_chunk(x, tokens, draft_t, top, inverse, tl.load(draft_first + at))
     return probs
 
 
@@ -157,16 +159,13 @@ def _residual_masses(
     """Sum over a chunk of (pi_n p - q)+: of all rows n that have a draft, or with pi = 1 of the first rejected one."""
     pair, chunk = tl.program_id(0), tl.program_id(1)
     b = (pair // num_rows).to(tl.int64)
-    if IS_BLOCK:
-        n = (pair % num_rows).to(tl.int64)
-    else:
-        n = tl.load(accepted + b)
+    n = (pair % num_rows).to(tl.int64) if IS_BLOCK else tl.load(accepted + b)
     if n < tl.load(lengths + b):
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
         t, row, at = tl.load(temperature + b), b * (num_drafts + 1) + n, b * num_drafts + n
         x = tl.div_rn(load_logits(logits + b * stride_b + n * stride_q, tokens, vocab_size), divisor(t))
-        inverse = (1.0 / tl.load(total_ptr + row)).to(tl.float32)
-        p = probs_of_chunk(x, tokens, t, tl.load(top_ptr + row), inverse, tl.load(first_ptr + row))
+        top, inverse = tl.load(top_ptr + row), inverse_of(tl.load(total_ptr + row))
+        p = probs_of_chunk(x, tokens, t, top, inverse, tl.load(first_ptr + row))
         if IS_BLOCK:
             p = p * tl.load(joint_ptr + row).to(tl.float32)
         draft_t = tl.load(draft_temperature + b)
@@ -214,29 +213,24 @@ def _pick(
     b = tl.program_id(0).to(tl.int64)
     n, length = tl.load(accepted + b), tl.load(lengths + b)
     t, row, at = tl.load(temperature + b), b * (num_drafts + 1) + n, b * num_drafts + n
-    is_bonus = n >= length
     start = logits + b * stride_b + n * stride_q
     top = tl.load(top_ptr + row)
-    top = tl.where(is_fine(top), top, 0.0)
 
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < num_chunks
     tops = tl.load(max_ptr + row * num_chunks + chunk, mask=inside, other=-float("inf"))
     sums = tl.load(sum_ptr + row * num_chunks + chunk, mask=inside, other=0.0)
-    masses = chunk_masses(tops, sums, tl.load(top_ptr + row))  # of p, up to its normaliser
+    masses = chunk_masses(tops, sums, top)  # of p, up to its normaliser
     if DRAFT == _POINT:
         drafted = tl.load(tokens_ptr + at, mask=n < num_drafts, other=-1)
         takes = (drafted >= 0) & (drafted < vocab_size) & (n < length)
         changed = tl.where(takes, drafted // CHUNK, 0)
         tokens = changed * CHUNK + tl.arange(0, CHUNK)
         x = tl.div_rn(load_logits(start, tokens, vocab_size), divisor(t))
-        weights = tl.where(tokens == drafted, 0.0, tl.exp(tl.where(x < float("inf"), x - top, -float("inf"))))
+        weights = tl.where(tokens == drafted, 0.0, tl.exp(below(x, top)))
         rest = tl.where(takes & (chunk == changed), tl.sum(weights, axis=0).to(tl.float64), masses)
     else:
-        if IS_BLOCK:
-            of_row = at
-        else:
-            of_row = b
+        of_row = at if IS_BLOCK else b
         rest = tl.load(mass_ptr + of_row * num_chunks + chunk, mask=inside & (n < length), other=0.0).to(tl.float64)
     # Where rounding leaves nothing, the token comes from p, as `acceptance.residual` has it.
     uses_rest = (n < length) & (tl.sum(rest, axis=0) > 0)
@@ -248,12 +242,11 @@ def _pick(
     offset = tl.arange(0, CHUNK)
     tokens = found * CHUNK + offset
     x = tl.div_rn(load_logits(start, tokens, vocab_size), divisor(t))
-    weights = tl.exp(tl.where(x < float("inf"), x - top, -float("inf")))
+    weights = tl.exp(below(x, top))
     if DRAFT == _POINT:
         weights = tl.where(uses_rest & (tokens == drafted), 0.0, weights)
     else:
-        total = tl.load(total_ptr + row)
-        p = weights * (1.0 / tl.where(total > 0, total, 1.0)).to(tl.float32)
+        p = weights * inverse_of(tl.load(total_ptr + row))
         if IS_BLOCK:
             p = p * tl.load(joint_ptr + row).to(tl.float32)
         if uses_rest:
@@ -286,8 +279,7 @@ def _coupled_parts(
         start = logits + b.to(tl.int64) * stride_b + i.to(tl.int64) * stride_q
         x = tl.div_rn(load_logits(start, tokens, vocab_size), divisor(tl.load(temperature + b)))
         top = tl.max(x, axis=0)
-        weights = tl.exp(tl.where(is_fine(top), x - tl.where(is_fine(top), top, 0.0), -float("inf"))).to(tl.float64)
-        scores = weights / exponential_of(tl.load(keys + row), tokens.to(tl.int64))
+        scores = tl.exp(below(x, top)).to(tl.float64) / exponential_of(tl.load(keys + row), tokens.to(tl.int64))
         score = tl.max(scores, axis=0)
         at = row.to(tl.int64) * num_chunks + chunk
         tl.store(max_ptr + at, top)

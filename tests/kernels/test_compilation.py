@@ -1,4 +1,4 @@
-"""Every kernel compiles to a binary for a GPU, on a machine without one: what the interpreter lets pass, a compiler may not."""
+"""Every kernel compiles for a GPU on a machine without one: what the interpreter lets pass, a compiler may not."""
 
 import os
 import subprocess

@@ -48,13 +48,16 @@ def calls(monkeypatch) -> Counter:
     """Counts the calls of every kernel, which are on."""
     counted: Counter = Counter()
     monkeypatch.setenv(dispatch.SWITCH, ON)
+
+    def counting(name, function):
+        def call(*arguments, **options):
+            counted[name] += 1
+            return function(*arguments, **options)
+
+        return call
+
     for module, name in ((verify, "rejection"), (verify, "block"), (verify, "coupled"), (reduce, "reduce_rows")):
-
-        def call(*arguments, _function=getattr(module, name), _name=name, **options):
-            counted[_name] += 1
-            return _function(*arguments, **options)
-
-        monkeypatch.setattr(module, name, call)
+        monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     return counted
 
 
@@ -148,9 +151,9 @@ def test_a_broken_contract_is_reported_as_the_reference_reports_it(calls):
     sampling = SamplingState.of(["r"], [SamplingParams()], [(0,)], [()], 4, DEVICE)
     law = Dense(torch.tensor([[[0.5, 0.5, 0.0, 0.0]]], device=DEVICE))
     proposal = Proposal(torch.tensor([[3]], device=DEVICE), torch.tensor([1], device=DEVICE), law)
-    half = torch.full((1, 2), 0.5, dtype=torch.float64, device=DEVICE)
+    logits, half = torch.zeros(1, 2, 4, device=DEVICE), torch.full((1, 2), 0.5, dtype=torch.float64, device=DEVICE)
     with pytest.raises(ContractError, match="a drafted token of probability 0"):
-        dispatch.judge(Rejection(), sampling, torch.zeros(1, 2, 4, device=DEVICE), proposal, Uniforms(half[:, :1], half))
+        dispatch.judge(Rejection(), sampling, logits, proposal, Uniforms(half[:, :1], half))
     assert calls == {"rejection": 1}
 
 
