@@ -40,7 +40,8 @@ def is_fine(top):
 @triton.jit
 def below(x, top):
     """x - top, `top` being the largest of x; -inf where it is not finite, since nothing follows from such a row."""
-    return tl.where(is_fine(top), x - tl.where(is_fine(top), top, 0.0), -float("inf"))
+    fine = is_fine(top)
+    return tl.where(fine, x - tl.where(fine, top, 0.0), -float("inf"))
 
 
 @triton.jit

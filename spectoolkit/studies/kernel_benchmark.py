@@ -104,7 +104,10 @@ def prepare(device: str, interpret: bool) -> None:
     Raises:
         UsageError: see `run`.
     """
-    dry = "study.device=cpu study.interpret=true tries the study out in Triton's interpreter, whose times say nothing"
+    dry = (
+        "study.device=cpu study.interpret=true, with TRITON_INTERPRET=1 in the environment, tries the study out in "
+        "Triton's interpreter, whose times say nothing"
+    )
     if find_spec("triton") is None:
         raise UsageError("kernel_benchmark: expected triton to be installed (pip install spectoolkit[gpu])")
     if device not in ("cuda", "cpu") or (device == "cpu") != interpret:
@@ -116,7 +119,9 @@ def prepare(device: str, interpret: bool) -> None:
         raise UsageError(f"kernel_benchmark: expected a CUDA device, found none; {dry}")
     if interpret and os.environ.get("TRITON_INTERPRET") != "1":
         if "triton" in sys.modules:
-            raise UsageError("kernel_benchmark: study.interpret=true has to be known before triton is imported")
+            raise UsageError(
+                "study.interpret: expected TRITON_INTERPRET=1 in the environment, since triton is imported already"
+            )
         os.environ["TRITON_INTERPRET"] = "1"
 
 

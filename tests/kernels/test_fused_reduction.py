@@ -56,6 +56,7 @@ def check(given: dict[str, Tensor], chunk: int | None = None, rtol: float = 3e-6
     for s in range(given["draft_temperatures"].shape[1]):
         temperature = given["draft_temperatures"][:, s]
         q = warp(draft[:, None], temperature, None, None, None)[:, 0]
+        q = torch.nn.functional.pad(q, (0, target.shape[1] - q.shape[1]))
         scaled = draft / torch.where(temperature == 0, 1, temperature)[:, None]
         torch.testing.assert_close(found["draft_logsumexp"][:, s], scaled.logsumexp(-1), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(found["draft_prob"][:, s], probs_of(q, tokens), **close)
@@ -65,21 +66,21 @@ def check(given: dict[str, Tensor], chunk: int | None = None, rtol: float = 3e-6
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_dtype(dtype):
-    check(rows(num=8, vocab_size=150, dtype=dtype), chunk=64)
+    check(rows(num=5, vocab_size=150, dtype=dtype), chunk=128)
 
 
 @pytest.mark.parametrize(
     ("num", "vocab_size", "width", "chunk"),
-    [(1, 1, None, None), (3, 16, None, 16), (5, 65, None, 64), (6, 48, 20, 16), (6, 48, 90, 16), (1, 1000, None, None)],
+    [(1, 1, None, None), (3, 16, None, 16), (5, 65, None, 64), (4, 48, 20, 32), (4, 48, 90, 32), (1, 1000, None, None)],
 )
 def test_every_shape(num, vocab_size, width, chunk):
     check(rows(num, vocab_size, width, seed=1), chunk)
 
 
-def test_a_large_vocabulary_with_the_chunks_of_the_rule():
+def test_a_large_vocabulary():
     given = rows(1, 262_143, dtype=torch.bfloat16, seed=2)
     given["draft_temperatures"] = given["draft_temperatures"][:, 2:4]
-    check(given, rtol=1e-5)
+    check(given, chunk=1 << 15, rtol=1e-5)
 
 
 def test_ties_one_hot_rows_and_chunks_of_nothing():
@@ -93,13 +94,13 @@ def test_ties_one_hot_rows_and_chunks_of_nothing():
     draft[3, 47] = -1e4
     given["tokens"] = torch.tensor([0, 40, 33, 5])
     for temperature in (given["target_temperature"], torch.zeros(4, dtype=torch.float64)):
-        check({**given, "target_temperature": temperature}, 16)
+        check({**given, "target_temperature": temperature}, 32)
 
 
 def test_logits_far_apart():
-    given = rows(6, 40, seed=4, spread=50.0)
-    given["draft_temperatures"] = torch.tensor([[0.01, 0.3, 20.0]], dtype=torch.float64).repeat(6, 1)
-    check(given, 16, rtol=1e-5)
+    given = rows(4, 40, seed=4, spread=50.0)
+    given["draft_temperatures"] = torch.tensor([[0.01, 0.3, 20.0]], dtype=torch.float64).repeat(4, 1)
+    check(given, 32, rtol=1e-5)
 
 
 def test_sums_are_left_out_where_nobody_asks_for_them():
@@ -110,17 +111,16 @@ def test_sums_are_left_out_where_nobody_asks_for_them():
     assert torch.equal(few["draft_prob"], all_of_them["draft_prob"])
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_rows_without_a_distribution_are_not_valid_and_leave_the_others_alone(broken):
-    given = rows(5, 40, seed=6)
-    expected = reduced(given, chunk=16)
+def test_rows_without_a_distribution_are_not_valid_and_leave_the_others_alone():
+    given = rows(6, 40, seed=6)
+    expected = reduced(given, chunk=64)
     target, draft = given["target_logits"].clone(), given["draft_logits"].clone()
-    target[1, 3 if broken != -math.inf else slice(None)] = broken
-    draft[3, 39 if broken != -math.inf else slice(None)] = broken
-    found = reduced({**given, "target_logits": target, "draft_logits": draft}, chunk=16)
-    assert found["is_valid"].all(-1).tolist() == [True, False, True, False, True]
+    target[1, 3], target[2], target[3, 0] = math.nan, -math.inf, math.inf
+    draft[3, 39], draft[4, 7] = math.inf, math.nan
+    found = reduced({**given, "target_logits": target, "draft_logits": draft}, chunk=64)
+    assert found["is_valid"].all(-1).tolist() == [True, False, False, False, False, True]
     for name in ("target_prob", "draft_prob", "overlap", "coupled"):
-        assert torch.equal(found[name][::2], expected[name][::2])
+        assert torch.equal(found[name][[0, 5]], expected[name][[0, 5]])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in divide")

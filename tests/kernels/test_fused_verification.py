@@ -127,34 +127,42 @@ IDS = [f"{type(rule).__name__}-{law}" for rule, law in PAIRS]
 
 
 @pytest.mark.parametrize(("rule", "law"), PAIRS, ids=IDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_every_rule_and_law_in_every_dtype(rule, law, dtype):
-    check(step(size=12, vocab_size=150, dtype=dtype), rule, law, chunk=64)
+def test_every_rule_and_law(rule, law):
+    check(step(size=10, vocab_size=150), rule, law, chunk=128)
+
+
+@pytest.mark.parametrize(("rule", "law"), [(Rejection(), "dense"), (Block(), "logits"), (Coupled(), "coupled")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(rule, law, dtype):
+    check(step(size=5, vocab_size=150, dtype=dtype), rule, law, chunk=128)
 
 
 @pytest.mark.parametrize(("rule", "law"), PAIRS, ids=IDS)
 @pytest.mark.parametrize(
-    ("size", "num_drafts", "vocab_size", "chunk"), [(1, 1, 1, None), (1, 5, 17, 16), (9, 2, 16, 16), (2, 4, 65, 64)]
+    ("size", "num_drafts", "vocab_size", "chunk"), [(1, 1, 1, None), (1, 5, 17, 16), (3, 2, 16, 16), (2, 4, 65, 64)]
 )
 def test_every_shape(rule, law, size, num_drafts, vocab_size, chunk):
     check(step(size, num_drafts, vocab_size, seed=1), rule, law, chunk)
 
 
 @pytest.mark.parametrize(("rule", "law"), PAIRS, ids=IDS)
-def test_a_large_vocabulary_with_the_chunks_of_the_rule(rule, law):
-    one = step(2, 1, 262_143, torch.bfloat16, seed=2)
-    check(replace(one, lengths=torch.tensor([1, 1])), rule, law)
+def test_a_large_vocabulary(rule, law):
+    check(step(1, 1, 262_143, torch.bfloat16, seed=2), rule, law, 1 << 15)
+
+
+def test_a_large_vocabulary_with_the_chunks_of_the_rule():
+    check(step(1, 1, 262_144, torch.bfloat16, seed=16), Rejection(), "logits")
 
 
 @pytest.mark.parametrize(("rule", "law"), PAIRS, ids=IDS)
 def test_no_draft_at_all_gives_the_bonus_token(rule, law):
-    check(step(5, 0, 40, seed=3), rule, law, 16)
+    check(step(4, 0, 40, seed=3), rule, law, 64)
 
 
 @pytest.mark.parametrize(("rule", "law"), PAIRS[:-1], ids=IDS[:-1])
 def test_the_whole_range_of_uniforms(rule, law):
     """The same row under uniforms from 0 to the largest below 1: every token that it can give."""
-    one, size = step(1, 1, 24, seed=4), 48
+    one, size = step(1, 1, 24, seed=4), 20
     grid = torch.cat([torch.linspace(0, 1 - 2.0**-53, size - 2, dtype=torch.float64), torch.tensor([2.0**-53, 0.5])])
     wide = replace(
         one,
@@ -182,20 +190,20 @@ def test_ties_one_hot_rows_and_a_chunk_of_nothing(rule, law):
     draft[3, :, :47] = -math.inf
     for temperature in (one.temperature, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64)):
         lengths = torch.tensor([2, 2, 2, 1])
-        check(replace(one, target=target, draft=draft, temperature=temperature, lengths=lengths), rule, law, 16)
+        check(replace(one, target=target, draft=draft, temperature=temperature, lengths=lengths), rule, law, 32)
 
 
 @pytest.mark.parametrize(("rule", "law"), PAIRS, ids=IDS)
 def test_logits_far_apart_and_small_temperatures(rule, law):
-    one = step(8, 2, 40, seed=7, spread=60.0)
-    check(replace(one, temperature=torch.tensor([1e-4, 0.05, 1.0, 30.0] * 2, dtype=torch.float64)), rule, law, 16)
+    one = step(4, 2, 40, seed=7, spread=60.0)
+    check(replace(one, temperature=torch.tensor([1e-4, 0.05, 1.0, 30.0], dtype=torch.float64)), rule, law, 32)
 
 
 @pytest.mark.parametrize("law", ["dense", "logits"])
 @pytest.mark.parametrize("rule", FUSED, ids=repr)
 @pytest.mark.parametrize("width", [20, 70])
 def test_a_draft_vocabulary_of_another_length(rule, law, width):
-    one = step(6, 3, 48, seed=8, draft_vocab_size=width)
+    one = step(3, 2, 48, seed=8, draft_vocab_size=width)
     exact = warp(one.draft[..., :48].double(), one.draft_temperature, None, None, None)
     assert exact.shape[-1] == min(width, 48)
     check(one, rule, law, 16)
@@ -203,11 +211,11 @@ def test_a_draft_vocabulary_of_another_length(rule, law, width):
 
 @pytest.mark.parametrize(("rule", "law"), PAIRS, ids=IDS)
 def test_rows_in_any_place_of_memory(rule, law):
-    one = step(4, 3, 40, seed=9)
-    wide = torch.zeros(4, 9, 120)
-    wide[:, 1:5, 10:50] = one.target
-    strided = replace(one, target=wide[:, 1:5, 10:50], draft=one.draft.transpose(1, 2).contiguous().transpose(1, 2))
-    check(strided, rule, law, 16)
+    one = step(2, 2, 40, seed=9)
+    wide = torch.zeros(2, 9, 120)
+    wide[:, 1:4, 10:50] = one.target
+    strided = replace(one, target=wide[:, 1:4, 10:50], draft=one.draft.transpose(1, 2).contiguous().transpose(1, 2))
+    check(strided, rule, law, 32)
 
 
 @pytest.mark.parametrize("rule", FUSED, ids=repr)
@@ -239,36 +247,39 @@ def test_an_empty_residual_falls_back_to_the_target(rule):
 
 @pytest.mark.parametrize("rule", FUSED, ids=repr)
 def test_a_draft_model_equal_to_the_target_is_always_accepted(rule):
-    one = step(4, 4, 150, torch.bfloat16, seed=11)
-    almost_1 = torch.full((4, 4), 1 - 2.0**-53, dtype=torch.float64)
+    one = step(3, 4, 150, torch.bfloat16, seed=11)
+    almost_1 = torch.full((3, 4), 1 - 2.0**-53, dtype=torch.float64)
     same = replace(
         one,
         draft=one.target[:, :-1],
         draft_temperature=one.temperature,
-        lengths=torch.full((4,), 4),
+        lengths=torch.full((3,), 4),
         uniforms=replace(one.uniforms, accept=almost_1),
     )
-    verdict, status = same.found(rule, "logits", 64)
-    assert status.tolist() == [0] * 4
-    assert verdict.num_accepted.tolist() == [4] * 4
+    verdict, status = same.found(rule, "logits", 128)
+    assert status.tolist() == [0] * 3
+    assert verdict.num_accepted.tolist() == [4] * 3
 
 
 @pytest.mark.parametrize(("rule", "law"), PAIRS, ids=IDS)
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_rows_without_a_distribution_have_a_status_unless_they_belong_to_no_token(rule, law, broken):
-    one = step(4, 2, 40, seed=12)
-    one = replace(one, lengths=torch.tensor([2, 1, 2, 0]), temperature=torch.tensor([1.0, 1.0, 0.0, 1.0]).double())
+def test_rows_without_a_distribution_have_a_status_unless_they_belong_to_no_token(rule, law):
+    one = step(6, 2, 40, seed=12)
+    one = replace(
+        one,
+        lengths=torch.tensor([2, 1, 2, 0, 1, 1]),
+        temperature=torch.tensor([1.0, 1.0, 0.0, 1.0, 0.7, 1.0], dtype=torch.float64),
+    )
     target = one.target.clone()
-    if broken == -math.inf:
-        target[0, 1], target[2, 0], target[3, 1:] = broken, broken, broken
-    else:
-        target[0, 1, 39], target[2, 0, 17], target[3, 1:, 5] = broken, broken, broken
-    target[1, 2, 3] = math.nan
-    verdict, status = replace(one, target=target).found(rule, law, 16)
-    assert (status & verify.INVALID_TARGET).bool().tolist() == [True, False, True, False]
+    target[0, 1, 39] = math.nan
+    target[1, 2, 3] = math.nan  # behind the proposal
+    target[2, 0, 17] = math.inf
+    target[3, 1:] = -math.inf  # likewise
+    target[4, 1] = -math.inf
+    verdict, status = replace(one, target=target).found(rule, law, 32)
+    assert (status & verify.INVALID_TARGET).bool().tolist() == [True, False, True, False, True, False]
     # The sequences next to them are judged as if nothing had happened.
     expected = one.expected(rule, law)
-    assert verdict.emitted[[1, 3]].tolist() == expected.emitted[[1, 3]].tolist()
+    assert verdict.emitted[[1, 3, 5]].tolist() == expected.emitted[[1, 3, 5]].tolist()
     assert ((verdict.emitted >= -1) & (verdict.emitted < 40)).all()
 
 
@@ -301,11 +312,11 @@ def _with_tokens(one: Step, tokens: Tensor, rule, law: str):
 
 
 def test_a_row_does_not_depend_on_its_batch():
-    one = step(6, 3, 100, seed=14)
-    together = one.found(Block(), "dense", 16)[0].emitted
-    for b in range(6):
+    one = step(3, 2, 100, seed=14)
+    together = one.found(Block(), "dense", 64)[0].emitted
+    for b in range(3):
         part = {name: getattr(one, name)[b : b + 1] for name in ("target", "draft", "temperature", "draft_temperature")}
         part |= {"lengths": one.lengths[b : b + 1], "drawn_with": one.drawn_with[b : b + 1]}
         noise = Uniforms(one.uniforms.accept[b : b + 1], one.uniforms.emit[b : b + 1], one.shared[b : b + 1])
-        alone = replace(one, **part, uniforms=noise).found(Block(), "dense", 16)[0]
+        alone = replace(one, **part, uniforms=noise).found(Block(), "dense", 64)[0]
         assert alone.emitted.tolist() == together[b : b + 1].tolist()
