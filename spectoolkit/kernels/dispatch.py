@@ -37,7 +37,7 @@ Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Strategy = tuple[ModelDrafter, Reduce]
 
-_NEEDS_SUMS = {ratio: False, given_rejection: False, given_match: False, given_coupled: True}
+_NEEDS_SUMS: Mapping[object, bool] = {ratio: False, given_rejection: False, given_match: False, given_coupled: True}
 
 
 def is_on(logits: Tensor) -> bool:
@@ -102,7 +102,7 @@ def fused_verdict(
         from spectoolkit.kernels import verify
 
         verdict, status = verify.coupled(*arguments, uniforms.shared)
-    elif rule in (Rejection, Block) and _is_known(law):
+    elif rule in (Rejection, Block) and isinstance(law, (PointMass, Dense)) and _is_float32(law):
         from spectoolkit.kernels import verify
 
         fused = verify.rejection if rule is Rejection else verify.block
@@ -112,8 +112,8 @@ def fused_verdict(
     return None if status.any() else verdict
 
 
-def _is_known(law: object) -> bool:
-    return isinstance(law, PointMass) or (isinstance(law, Dense) and law.probs.dtype == torch.float32)
+def _is_float32(law: PointMass | Dense) -> bool:
+    return isinstance(law, PointMass) or law.probs.dtype == torch.float32
 
 
 class Reducer:
@@ -143,10 +143,13 @@ class Reducer:
         fused = {i: s for i, s in strategies.items() if self._can_fuse(*s, draft_logits)}
         results = (self._fused(fused, draft_logits) if fused else None) or {}
         rest = {i: s for i, s in strategies.items() if i not in results}
-        if rest:
-            target_probs = self._probs()
-            logits = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))  # once for all of them
-        for i, (drafter, reduce) in rest.items():
+        return results | self._by_reference(rest, draft_logits) if rest else results
+
+    def _by_reference(self, strategies: Mapping[int, Strategy], draft_logits: Tensor) -> dict[int, Tensor]:
+        target_probs = self._probs()
+        logits = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))  # once for all of them
+        results: dict[int, Tensor] = {}
+        for i, (drafter, reduce) in strategies.items():
             draft_probs = drafter.law_probs(drafter.draft_probs(logits, self._sampling, self._appended))
             results[i] = reduce(target_probs, draft_probs, self._tokens)
         return results

@@ -6,6 +6,9 @@ differently (numpy, torch and CUDA's libdevice each promise about 1 ulp), so E a
 bit, as the reference itself does between a CPU and a GPU.
 """
 
+# What a launch takes beside a kernel's parameters, and what a kernel's own types are, is not in triton's annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch

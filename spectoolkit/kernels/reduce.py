@@ -5,6 +5,9 @@ Sums of min(p, q) and of max(p, q p(x) / q(x)) need the normalisers before they 
 which is made only where they are asked for. Arithmetic as in `verify`.
 """
 
+# What a launch takes beside a kernel's parameters, and what a kernel's own types are, is not in triton's annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

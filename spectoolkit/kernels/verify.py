@@ -11,6 +11,9 @@ not fused where the same residual is computed twice. So a verdict is that of the
 reference but where a uniform lies within the rounding of a threshold; for coupled verification, where two scores do.
 """
 
+# What a launch takes beside a kernel's parameters, and what a kernel's own types are, is not in triton's annotations.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
