@@ -83,7 +83,6 @@ def _pair_sums(
     t = tl.load(target_t + row)
     x = tl.div_rn(load_logits(target + row * target_stride, tokens, vocab_size), divisor(t))
     p = probs_of_chunk(x, tokens, t, tl.load(top_ptr + row), tl.load(inverse_ptr + row), tl.load(arg_ptr + row))
-    p = tl.where(tokens < vocab_size, p, 0.0)
     raw = load_logits(draft + row * draft_stride, tokens, width)
     first = tl.load(draft_arg + row)
     for s in range(0, num_temperatures):
@@ -91,7 +90,6 @@ def _pair_sums(
         t = tl.load(draft_t + at)
         x = tl.div_rn(raw, divisor(t))
         q = probs_of_chunk(x, tokens, t, tl.load(draft_top + at), tl.load(draft_inverse + at), first)
-        q = tl.where(tokens < width, q, 0.0)
         tl.store(min_ptr + at * num_chunks + chunk, tl.sum(tl.minimum(p, q), axis=0))
         tl.store(max_ptr + at * num_chunks + chunk, tl.sum(tl.maximum(p, q * tl.load(scale_ptr + at)), axis=0))
 

@@ -174,8 +174,7 @@ def _residual_masses(
         draft_t = tl.load(draft_temperature + b)
         start = draft + b * draft_stride_b + n * draft_stride_q
         q = _draft_probs(start, tokens, width, draft_t, draft_top, draft_total, draft_first, at, DRAFT)
-        left = tl.where(tokens < vocab_size, tl.maximum(p - q, 0.0), 0.0)
-        tl.store(mass_ptr + pair.to(tl.int64) * num_chunks + chunk, tl.sum(left, axis=0))
+        tl.store(mass_ptr + pair.to(tl.int64) * num_chunks + chunk, tl.sum(tl.maximum(p - q, 0.0), axis=0))
 
 
 @triton.jit
@@ -257,7 +256,7 @@ def _pick(
             begin = draft + b * draft_stride_b + n * draft_stride_q
             q = _draft_probs(begin, tokens, width, draft_t, draft_top, draft_total, draft_first, at, DRAFT)
             weights = tl.maximum(p - q, 0.0)
-    weights = tl.where(tokens < vocab_size, weights, 0.0).to(tl.float64)
+    weights = weights.to(tl.float64)
     last = found * CHUNK + first_above(tl.cumsum(weights, axis=0), goal - before, weights, offset, CHUNK)
     last = tl.where(t == 0, tl.load(first_ptr + row), last)
     last = tl.minimum(tl.maximum(last, 0), vocab_size - 1).to(tl.int64)

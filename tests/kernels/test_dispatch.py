@@ -18,7 +18,6 @@ from spectoolkit.replay import Strategy, replay
 from spectoolkit.sampling import SamplingState
 from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Block, Coupled, Match, Rejection
-from spectoolkit.verifiers.negative_controls import RecoveredFromTarget
 from tests.helpers.toys import outcome, requests, run
 
 verify = pytest.importorskip("spectoolkit.kernels.verify")
@@ -85,13 +84,18 @@ def test_decoding_gives_the_same_tokens_and_steps(name, calls, monkeypatch):
     assert {key: outcome(one) for key, one in found.items()} == {key: outcome(one) for key, one in expected.items()}
 
 
+class NeverAccepts(Rejection):
+    def verify(self, target_probs, proposal, uniforms):
+        return super().verify(target_probs, proposal, replace(uniforms, accept=torch.ones_like(uniforms.accept)))
+
+
 OTHERS = {
     "a filter": (SamplingParams(top_p=0.9), lambda draft: ModelDrafter(draft, 6, ratio=1.0), Rejection()),
     "a penalty": (SamplingParams(repetition_penalty=1.3), lambda draft: ModelDrafter(draft, 6, ratio=1.0), Block()),
     "a bias": (SamplingParams(logit_bias={2: 1.0}), lambda draft: ModelDrafter(draft, 6, ratio=1.0), Rejection()),
     "a law": (SamplingParams(), lambda draft: TopMDrafter(draft, 6, ratio=1.0, keep=2), Rejection()),
     "a rule": (SamplingParams(), lambda draft: ModelDrafter(draft, 6, ratio=1.0), Match()),
-    "a rule made from one": (SamplingParams(), lambda draft: ModelDrafter(draft, 6, ratio=1.0), RecoveredFromTarget()),
+    "a rule made from one": (SamplingParams(), lambda draft: ModelDrafter(draft, 6, ratio=1.0), NeverAccepts()),
 }
 
 
