@@ -5,10 +5,12 @@ logit and a sum of exponentials per chunk. From these a program per sequence has
 and so the accepted prefix. Where a residual (p - q)+ is drawn from, a second pass sums it chunk by chunk (all K rows
 for block verification, one row otherwise). The token is found in one more chunk, read again.
 
-Arithmetic. Logits are divided by T in float32, exponentials are float32, sums within a chunk are float32, sums over
-chunks, p(x), q(x), thresholds and the inversion of the distribution function are float64; products and differences are
-not fused where the same residual is computed twice. So a verdict is that of the
-reference but where a uniform lies within the rounding of a threshold; for coupled verification, where two scores do.
+Arithmetic. Logits are divided by T in float32 and exponentials are float32, on a GPU its fast ones, whose relative
+error grows with the distance from the row's largest logit, by some 1e-7 of it. Sums within a chunk are float32; sums
+over chunks, p(x), q(x), thresholds and the inversion of the distribution function are float64. Products and differences
+are not fused, so that a residual is the same number where it is summed and where it is drawn from. A verdict is that of
+the reference but where a uniform lies within the rounding of a threshold, or where two scores of coupled verification
+lie within rounding of each other.
 """
 
 # What a launch takes beside a kernel's parameters, and what a kernel's own types are, is not in triton's annotations.

@@ -40,7 +40,7 @@ def reduced(given: dict[str, Tensor], **options):
     return {name: getattr(found, name) for name in found.__dataclass_fields__}
 
 
-def check(given: dict[str, Tensor], chunk: int | None = None, rtol: float = 3e-6) -> None:
+def check(given: dict[str, Tensor], chunk: int | None = None, rtol: float = 1e-5) -> None:
     found = {name: value.cpu() for name, value in reduced(given, chunk=chunk).items()}
     target, draft, tokens = given["target_logits"].double(), given["draft_logits"].double(), given["tokens"]
     p = warp(target[:, None], given["target_temperature"], None, None, None)[:, 0]
@@ -80,7 +80,7 @@ def test_every_shape(num, vocab_size, width, chunk):
 def test_a_large_vocabulary():
     given = rows(1, 262_143, dtype=torch.bfloat16, seed=2)
     given["draft_temperatures"] = given["draft_temperatures"][:, 2:4]
-    check(given, chunk=1 << 15, rtol=1e-5)
+    check(given, chunk=1 << 15)
 
 
 def test_ties_one_hot_rows_and_chunks_of_nothing():
@@ -100,7 +100,7 @@ def test_ties_one_hot_rows_and_chunks_of_nothing():
 def test_logits_far_apart():
     given = rows(4, 40, seed=4, spread=50.0)
     given["draft_temperatures"] = torch.tensor([[0.01, 0.3, 20.0]], dtype=torch.float64).repeat(4, 1)
-    check(given, 32, rtol=1e-5)
+    check(given, 32, rtol=3e-5)
 
 
 def test_sums_are_left_out_where_nobody_asks_for_them():
