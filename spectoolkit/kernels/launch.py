@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 from torch import Tensor
 
 LARGEST_CHUNK = 4096
@@ -36,6 +39,11 @@ def power_of_two(size: int) -> int:
 def padded(count: int) -> int:
     """Length of a vector of `count` partial results inside a kernel."""
     return max(SMALLEST_CHUNK, power_of_two(count))
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Launches inside go to the tensor's device, which need not be the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def with_dense_rows(logits: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spectoolkit.functional import noise as reference
-from spectoolkit.kernels.launch import num_chunks, num_warps
+from spectoolkit.kernels.launch import num_chunks, num_warps, on_device_of
 
 _CHUNK = 1024
 
@@ -80,9 +80,9 @@ def uniforms(
 ) -> Tensor:
     """As `functional.noise.uniforms`, [B, N] float64, to the last bit."""
     out = torch.empty((len(seeds), num_positions), dtype=torch.float64, device=seeds.device)
-    if out.numel():
-        grid = (len(seeds), num_chunks(num_positions, chunk))
-        keys = (seeds.contiguous(), request_keys.contiguous(), starts.contiguous())
+    grid = (len(seeds), num_chunks(num_positions, chunk))
+    keys = (seeds.contiguous(), request_keys.contiguous(), starts.contiguous())
+    with on_device_of(out):
         _uniforms[grid](*keys, out, num_positions, int(role), CHUNK=chunk, num_warps=num_warps(chunk))
     return out
 
@@ -91,7 +91,7 @@ def exponentials(keys: Tensor, vocab_size: int, chunk: int = _CHUNK) -> Tensor:
     """As `functional.noise.exponentials`, [..., V] float64, up to the last bits of the logarithm."""
     flat = keys.reshape(-1).contiguous()
     out = torch.empty((len(flat), vocab_size), dtype=torch.float64, device=keys.device)
-    if out.numel():
-        grid = (len(flat), num_chunks(vocab_size, chunk))
+    grid = (len(flat), num_chunks(vocab_size, chunk))
+    with on_device_of(out):
         _exponentials[grid](flat, out, vocab_size, CHUNK=chunk, num_warps=num_warps(chunk))
     return out.view(*keys.shape, vocab_size)

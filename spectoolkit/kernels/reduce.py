@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spectoolkit.functional.warp import SMALLEST_TEMPERATURE
-from spectoolkit.kernels.launch import chunk_size, num_chunks, num_warps, with_dense_rows
+from spectoolkit.kernels.launch import chunk_size, num_chunks, num_warps, on_device_of, with_dense_rows
 from spectoolkit.kernels.rows import NO_INDEX, divisor, exp_sum, load_logits, probs_of_chunk, store_parts
 
 
@@ -124,7 +124,7 @@ def reduce_rows(
     tops, draft_tops = _floats(target, num_rows, num), _floats(target, num_rows, num_temperatures, num)
     exps, draft_exps = torch.empty_like(tops), torch.empty_like(draft_tops)
     args, draft_args = (torch.empty_like(tops, dtype=torch.int32) for _ in range(2))
-    if num_rows:
+    with on_device_of(target):
         _pair_parts[(num_rows, num)](
             target, draft, target_t, draft_t, tops, exps, args, draft_tops, draft_exps, draft_args, *sizes, **options
         )  # fmt: skip
@@ -142,11 +142,11 @@ def reduce_rows(
     if sums:
         shared, wide = torch.empty_like(draft_tops), torch.empty_like(draft_tops)
         scale = torch.where(q > 0, p[:, None] / q, 0)
-        if num_rows:
+        with on_device_of(target):
             _pair_sums[(num_rows, num)](
                 target, draft, target_t, draft_t, top.float(), _inverse(total), target_argmax,
-                draft_top.float(), _inverse(draft_total), draft_argmax, scale.float(), shared, wide, *sizes,
-                **options,
+                draft_top.float(), _inverse(draft_total), draft_argmax, scale.float(), shared, wide,
+                *sizes, **options,
             )  # fmt: skip
         overlap = shared.sum(-1, dtype=torch.float64)
         accepted = 1 / wide.sum(-1, dtype=torch.float64)

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spectoolkit.datatypes import Dense, PointMass, Uniforms, Verdict
-from spectoolkit.kernels.launch import chunk_size, num_chunks, num_warps, padded, with_dense_rows
+from spectoolkit.kernels.launch import chunk_size, num_chunks, num_warps, on_device_of, padded, with_dense_rows
 from spectoolkit.kernels.noise import exponential_of
 from spectoolkit.kernels.rows import (
     NO_INDEX,
@@ -383,9 +383,9 @@ def coupled(
     top, arg = logits.new_empty((size * num_rows, num), dtype=torch.float32), _int32(logits, size * num_rows, num)
     score, best = torch.empty_like(top, dtype=torch.float64), torch.empty_like(arg)
     emitted, judged, accepted, status = _results(logits, tokens)
-    tokens, lengths = tokens.contiguous(), lengths.contiguous()
-    temperature = temperature.to(torch.float64)
-    if size:
+    tokens, lengths = tokens.to(torch.int64).contiguous(), lengths.to(torch.int64).contiguous()
+    temperature = temperature.to(torch.float64).contiguous()
+    with on_device_of(logits):
         _coupled_parts[(size * num_rows, num)](
             logits, temperature, lengths, keys.contiguous(), top, arg, score, best,
             num_rows, vocab_size, logits.stride(0), logits.stride(1), num,
@@ -432,8 +432,8 @@ def _judge(
     cut = _Cut.of(vocab_size, chunk)
     num = cut.num_chunks
     temperature = temperature.to(torch.float64).contiguous()
-    tokens, lengths = tokens.contiguous(), lengths.contiguous()
-    accept, emit = uniforms.accept.contiguous(), uniforms.emit.contiguous()
+    tokens, lengths = tokens.to(torch.int64).contiguous(), lengths.to(torch.int64).contiguous()
+    accept, emit = uniforms.accept.to(torch.float64).contiguous(), uniforms.emit.to(torch.float64).contiguous()
 
     kind, rows, draft_temperature = 0, logits, temperature
     match draft:
@@ -457,12 +457,12 @@ def _judge(
     emitted, judged, accepted, status = _results(logits, tokens)
     strides = (logits.stride(0), logits.stride(1), rows.stride(0), rows.stride(1))
     sizes = (num_drafts, vocab_size, width, *strides, num)
-    if size:
+    with on_device_of(logits):
         _row_parts[(size * num_rows, num)](
             logits, temperature, lengths, *parts, num_rows, 1, vocab_size, *strides[:2], num,
             CHUNK=cut.chunk, num_warps=cut.num_warps,
         )  # fmt: skip
-        if kind == 2 and num_drafts:
+        if kind == 2:
             _row_parts[(size * num_drafts, num)](
                 rows, draft_temperature, lengths, *draft_parts, num_drafts, 0, width, *strides[2:], num,
                 CHUNK=cut.chunk, num_warps=cut.num_warps,
