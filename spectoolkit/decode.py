@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from spectoolkit.batch import Batch
-from spectoolkit.chains import keep_chain, proposal_probs, score_proposal
+from spectoolkit.chains import keep_chain, score_proposal
 from spectoolkit.datatypes import Completion, Proposal, Request
 from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import take
 from spectoolkit.functional.ragged import row_lengths
 from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier, reads_histories
+from spectoolkit.kernels.dispatch import judge
 from spectoolkit.scoring import Scorer
 
 Observer = Callable[[Sequence[str], Tensor, Proposal, Tensor], None]
@@ -69,11 +70,11 @@ def decode(
         logits, target_state = score(target, target_state, batch.last_tokens, proposal)
         target_s = clock.lap()
 
-        target_probs = proposal_probs(batch.sampling, logits, proposal)
-        verdict = verifier.verify(target_probs, proposal, batch.verify_noise(proposal))
+        noise, keeps_rows = batch.verify_noise(proposal), observe is not None
+        verdict, target_probs = judge(verifier, batch.sampling, logits, proposal, noise, keeps_rows=keeps_rows)
 
         emitted = batch.commit(proposal, verdict, verifier.keeps_law)
-        if observe is not None:
+        if observe is not None and target_probs is not None:
             rows = target_probs if verdict.chain is None else take(target_probs, verdict.chain)
             observe(batch.sampling.request_ids, rows, proposal, emitted)
         target_state = keep_chain(target, target_state, proposal, verdict)

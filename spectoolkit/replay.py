@@ -34,6 +34,7 @@ from spectoolkit.interfaces import (
     Verifier,
     reads_histories,
 )
+from spectoolkit.kernels.dispatch import Reducer
 from spectoolkit.sampling import SamplingState
 from spectoolkit.trajectories import Trajectories
 
@@ -202,22 +203,18 @@ def _by_position(target: LanguageModel, strategies: Sequence[Strategy], group: _
         key: _scorer(drafters[some[0]].draft_model, group, max(most[i] for i in some), target_scorer)
         for key, some in users.items()
     }
+    reductions = {i: (drafters[i], strategies[i].given_output.reduce) for i in drafters}
     width = max(1, ROWS // num_rows)
     for begin in range(0, num_positions, width):
         end = min(begin + width, num_positions)
         tokens, appended = group.tokens[:, begin:end], group.tokens[:, : end - 1]
-        target_probs = group.sampling.probs(target_scorer.logits(begin, end), appended, "target")
+        reducer = Reducer(group.sampling, target_scorer.logits(begin, end), tokens, appended)
         for key, some in users.items():
             for depth, logits in enumerate(scorers[key].by_depth(begin, end)):
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once for all strategies
-                for i in some:
-                    if depth >= most[i]:
-                        continue
-                    drafter = drafters[i]
-                    draft_probs = drafter.law_probs(drafter.draft_probs(logits, group.sampling, appended))
-                    reduced = strategies[i].given_output.reduce(target_probs, draft_probs, tokens).cpu()
-                    before = max(0, depth - begin)  # rows before the depth have no step start
-                    numbers[i][:, begin + before - depth : end - depth, depth] = reduced[:, before:]
+                reduced = reducer.reduce({i: reductions[i] for i in some if depth < most[i]}, logits)
+                before = max(0, depth - begin)  # rows before the depth have no step start
+                for i, of_strategy in reduced.items():
+                    numbers[i][:, begin + before - depth : end - depth, depth] = of_strategy.cpu()[:, before:]
     by_position = {i for key, some in users.items() if isinstance(scorers[key], _Scorer) for i in some}
     return {i: renewal.windows(n[..., 0], most[i]) if i in by_position else n for i, n in numbers.items()}
 

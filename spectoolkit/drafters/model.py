@@ -92,10 +92,13 @@ class ModelDrafter:
 
         `sampling` holds the requests' own parameters.
         """
+        return self.draft_sampling(sampling).probs(fit_vocabulary(logits, self.vocab_size), appended, "draft")
+
+    def draft_sampling(self, sampling: SamplingState) -> SamplingState:
+        """The parameters of the draft rows, given the requests' own."""
         filters = {name: value for name, value in self._filters().items() if value is not None}
         sampling = sampling.with_temperature(self._draft_temperature(sampling.temperature)).with_filters(**filters)
-        sampling = sampling.with_repetition_penalty(self.repetition_penalty)
-        return sampling.probs(fit_vocabulary(logits, self.vocab_size), appended, "draft")
+        return sampling.with_repetition_penalty(self.repetition_penalty)
 
     def law_probs(self, probs: Tensor) -> Tensor:
         """The rows [..., V] that tokens are drawn from, of q's rows `probs` [..., V]: here these themselves."""

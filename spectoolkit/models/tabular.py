@@ -67,7 +67,7 @@ class TabularModel:
         rows = rows.to(torch.float64)
         if rows.dim() < 1 or len(set(rows.shape)) != 1:
             raise UsageError(f"rows: expected a table [V, .., V], got shape {list(rows.shape)}")
-        if not bool((rows >= 0).all()) or not torch.allclose(rows.sum(-1), torch.ones((), dtype=rows.dtype)):
+        if not bool((rows >= 0).all()) or not torch.allclose(rows.sum(-1), rows.new_ones(())):
             raise UsageError("rows: expected probabilities that sum to 1 along the last axis")
         self.rows = rows
         self.name = name

@@ -25,7 +25,7 @@ NEEDS = {
 }
 STUDIES_OF_REAL_MODELS = {"layer_skip_search", "engine_benchmark", "train_draft_head", "train_draft_head_composed"}
 BENCHMARKS = {"replay_benchmark"}  # measure every time
-TESTED_ELSEWHERE = {"speed"}  # measures every time, too
+TESTED_ELSEWHERE = {"speed", "kernel_benchmark"}  # measure every time, too
 FEW = {  # less of what a study has much of
     "exactness": ["samples_per_prompt=300", "drafter=same_temperature"],
     "draft_sampling": ["grid.sampling.temperature=[0.0,0.5]"],

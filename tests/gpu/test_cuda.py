@@ -72,6 +72,21 @@ def test_decoding_gives_the_tokens_of_the_cpu(family, pair):
     assert {key: outcome(one) for key, one in found.items()} == {key: outcome(one) for key, one in expected.items()}
 
 
+@pytest.mark.parametrize("pair", ["argmax rejection", "same_temperature block", "coupled coupled"])
+def test_kernels_give_the_tokens_of_the_reference(pair, monkeypatch):
+    make, verifier = PAIRS[pair]
+    params = [SamplingParams(temperature=t) for t in (0.8, 0.0, 1.3)]
+    asked = requests(7, max_new_tokens=15, vocab_size=40, params=params)
+    target = tiny_model()
+    target = on_gpu(CausalLM(target.hf_model.float(), target.tokenizer, target.name))
+    found = []
+    for switch in ("auto", "off"):
+        monkeypatch.setenv("SPECTOOLKIT_KERNELS", switch)
+        done = run(target, make(skip_layers(target, [1])), verifier, asked)
+        found.append({key: outcome(one) for key, one in done.items()})
+    assert found[0] == found[1]
+
+
 def test_replay_gives_the_counts_of_the_cpu():
     asked = requests(7, max_new_tokens=15, vocab_size=40, params=PARAMS)
     counts = []

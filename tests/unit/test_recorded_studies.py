@@ -58,8 +58,8 @@ def test_both_rules_judged_equal_drafts_on_the_same_outputs(study):
 def test_block_verification_accepts_at_least_as_many_as_rejection_and_more_of_several_drafts(study):
     """With one draft, or at temperature 0, both are the same rule, else block gains over all prompts of a cell.
 
-    A step of block accepts at least as many, but the next one may then begin at a worse place: a few outputs may lose. By
-    less than 1e-9 accepted tokens the two count as equal: rounding of sums over some thousand steps.
+    A step of block accepts at least as many, but the next one may then begin at a worse place: a few outputs may lose.
+    By less than 1e-9 accepted tokens the two count as equal: rounding of sums over some thousand steps.
     """
     found = PAIRS[study]
     gain = found["accepted"] - found["accepted_rejection"]

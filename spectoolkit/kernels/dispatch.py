@@ -1,0 +1,200 @@
+"""Whether a kernel or the reference does a step's verification or a replay's reduction.
+
+With `SPECTOOLKIT_KERNELS=auto` kernels run on CUDA tensors where triton is installed, for the plain rows that most work is made of: logits in float32,
+float16 or bfloat16, no filter, penalty or bias, and a rule and law that `verify` and `reduce` know. Everything else,
+and every batch with something to report (NaN, a broken contract), goes through the reference, whose errors count.
+Top-k, top-p and min-p rows do too: they are sorted there, and a kernel would have to break ties exactly so.
+
+`off`, the reference everywhere, is what holds where nothing is said, until a device has run the kernels (`make
+gpu-check`); `interpret` takes them for CPU tensors as well, through Triton's interpreter (with TRITON_INTERPRET=1), which
+is for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from spectoolkit.chains import proposal_probs
+from spectoolkit.datatypes import Dense, PointMass, Proposal, Uniforms, Verdict
+from spectoolkit.drafters.model import ModelDrafter
+from spectoolkit.errors import UsageError
+from spectoolkit.functional.conditional import given_coupled, given_match, given_rejection, ratio
+from spectoolkit.functional.warp import Penalties
+from spectoolkit.interfaces import Verifier
+from spectoolkit.sampling import SamplingState
+from spectoolkit.verifiers import Block, Coupled, Rejection
+
+SWITCH = "SPECTOOLKIT_KERNELS"
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""As `functional.conditional.GivenOutput.reduce`."""
+
+Strategy = tuple[ModelDrafter, Reduce]
+
+_NEEDS_SUMS: Mapping[object, bool] = {ratio: False, given_rejection: False, given_match: False, given_coupled: True}
+
+
+def is_on(logits: Tensor) -> bool:
+    """Whether kernels may read these logits.
+
+    Raises:
+        UsageError: SPECTOOLKIT_KERNELS is something else than auto, off or interpret.
+    """
+    switch = os.environ.get(SWITCH, "off")
+    if switch not in ("auto", "off", "interpret"):
+        raise UsageError(f"{SWITCH}: expected auto, off or interpret, got {switch!r}")
+    if switch == "off" or logits.dtype not in DTYPES:
+        return False
+    return (logits.device.type == "cuda" or switch == "interpret") and find_spec("triton") is not None
+
+
+def is_plain(sampling: SamplingState) -> bool:
+    """Whether rows are softmax(logits / T) alone."""
+    filters = (sampling.top_k, sampling.top_p, sampling.min_p)
+    return all(values is None for values in filters) and not _changes_logits(sampling.penalties)
+
+
+def _changes_logits(penalties: Penalties | None) -> bool:
+    if penalties is None:
+        return False
+    columns = (penalties.repetition, penalties.frequency, penalties.presence, penalties.bias_rows)
+    return any(values is not None for values in columns)
+
+
+def judge(
+    verifier: Verifier,
+    sampling: SamplingState,
+    logits: Tensor,
+    proposal: Proposal,
+    uniforms: Uniforms,
+    *,
+    keeps_rows: bool = False,
+) -> tuple[Verdict, Tensor | None]:
+    """The verdict on a proposal from the logits of `chains.score_proposal`, and the target's rows where they were made.
+
+    `keeps_rows` asks for the rows, which only the reference makes.
+
+    Raises:
+        InvalidLogitsError, ContractError: as `SamplingState.probs` and the verifier.
+    """
+    verdict = None if keeps_rows else fused_verdict(verifier, sampling, logits, proposal, uniforms)
+    if verdict is not None:
+        return verdict, None
+    target_probs = proposal_probs(sampling, logits, proposal)
+    return verifier.verify(target_probs, proposal, uniforms), target_probs
+
+
+def fused_verdict(
+    verifier: Verifier, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms
+) -> Verdict | None:
+    """The kernels' verdict, or None where it is the reference's turn."""
+    if proposal.num_chains is not None or not is_on(logits) or not is_plain(sampling):
+        return None
+    arguments = (logits, sampling.temperature, proposal.tokens, proposal.lengths)
+    law, rule = proposal.law, type(verifier)  # a rule made from one of these may do anything
+    if rule is Coupled and uniforms.shared is not None:
+        from spectoolkit.kernels import verify
+
+        verdict, status = verify.coupled(*arguments, uniforms.shared)
+    elif rule in (Rejection, Block) and isinstance(law, (PointMass, Dense)) and _is_float32(law):
+        from spectoolkit.kernels import verify
+
+        fused = verify.rejection if rule is Rejection else verify.block
+        verdict, status = fused(*arguments, law, uniforms)
+    else:
+        return None
+    return None if status.any() else verdict
+
+
+def _is_float32(law: PointMass | Dense) -> bool:
+    return isinstance(law, PointMass) or law.probs.dtype == torch.float32
+
+
+class Reducer:
+    """Some target rows of a replay, against which draft rows are reduced to what verifiers ask of them.
+
+    `tokens` [B, Q] are the output's at these rows, `appended` as for `SamplingState.probs`. The target's probabilities
+    are made at once where kernels are off, else when a strategy asks for them.
+
+    Raises:
+        InvalidLogitsError: as `SamplingState.probs`.
+    """
+
+    def __init__(self, sampling: SamplingState, target_logits: Tensor, tokens: Tensor, appended: Tensor) -> None:
+        self._sampling, self._target_logits = sampling, target_logits
+        self._tokens, self._appended = tokens, appended
+        self._target_probs: Tensor | None = None
+        self._is_on = is_on(target_logits) and is_plain(sampling)
+        if not self._is_on:
+            self._probs()
+
+    def reduce(self, strategies: Mapping[int, Strategy], draft_logits: Tensor) -> dict[int, Tensor]:
+        """What each strategy's `GivenOutput.reduce` says [B, Q] of the target's rows and its own.
+
+        Raises:
+            InvalidLogitsError: as `SamplingState.probs`.
+        """
+        fused = {i: s for i, s in strategies.items() if self._can_fuse(*s, draft_logits)}
+        results = (self._fused(fused, draft_logits) if fused else None) or {}
+        rest = {i: s for i, s in strategies.items() if i not in results}
+        return results | self._by_reference(rest, draft_logits) if rest else results
+
+    def _by_reference(self, strategies: Mapping[int, Strategy], draft_logits: Tensor) -> dict[int, Tensor]:
+        target_probs = self._probs()
+        logits = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))  # once for all of them
+        results: dict[int, Tensor] = {}
+        for i, (drafter, reduce) in strategies.items():
+            draft_probs = drafter.law_probs(drafter.draft_probs(logits, self._sampling, self._appended))
+            results[i] = reduce(target_probs, draft_probs, self._tokens)
+        return results
+
+    def _probs(self) -> Tensor:
+        if self._target_probs is None:
+            self._target_probs = self._sampling.probs(self._target_logits, self._appended, "target")
+        return self._target_probs
+
+    def _can_fuse(self, drafter: ModelDrafter, reduce: Reduce, draft_logits: Tensor) -> bool:
+        own = type(drafter)  # a drafter made from this one may draw from anything
+        is_softmax = own.draft_probs is ModelDrafter.draft_probs and own.law_probs is ModelDrafter.law_probs
+        knows = self._is_on and reduce in _NEEDS_SUMS and is_softmax and draft_logits.dtype in DTYPES
+        return knows and is_plain(drafter.draft_sampling(self._sampling))
+
+    def _fused(self, strategies: Mapping[int, Strategy], draft_logits: Tensor) -> dict[int, Tensor] | None:
+        """The kernels' numbers; None where a row that belongs to a token gives no distribution."""
+        from spectoolkit.kernels.reduce import reduce_rows
+
+        temperatures = [drafter.draft_sampling(self._sampling).temperature for drafter, _ in strategies.values()]
+        num_rows = self._tokens.shape[1]
+        tokens = self._tokens.flatten()
+        found = reduce_rows(
+            self._target_logits.flatten(0, 1),
+            self._sampling.temperature.repeat_interleave(num_rows),
+            draft_logits.flatten(0, 1),
+            torch.stack(temperatures, dim=-1).repeat_interleave(num_rows, 0),
+            tokens,
+            sums=any(_NEEDS_SUMS[reduce] for _, reduce in strategies.values()),
+        )
+        before = self._appended.shape[1] - (num_rows - 1)
+        belongs = torch.nn.functional.pad(self._appended >= 0, (1, 0), value=True)[:, before:].flatten()
+        if (belongs[:, None] & ~found.is_valid).any():
+            return None
+        results: dict[int, Tensor] = {}
+        for column, (i, (_, reduce)) in enumerate(strategies.items()):
+            p, q = found.target_prob, found.draft_prob[:, column]
+            if reduce is given_match:
+                number = q
+            elif reduce is given_coupled:
+                assert found.coupled is not None
+                number = found.coupled[:, column]
+            else:
+                number = torch.where(p > 0, q / p, q)
+                number = number.clamp(max=1) if reduce is given_rejection else number
+            results[i] = torch.where(tokens >= 0, number, 0).view_as(self._tokens)
+        return results
