@@ -1,12 +1,13 @@
 """Whether a kernel or the reference does a step's verification or a replay's reduction.
 
-With `SPECTOOLKIT_KERNELS=auto` kernels run on CUDA tensors where triton is installed, for the plain rows that most work is
-made of: logits in float32, float16 or bfloat16, no filter, penalty or bias, and a rule and law that `verify` and `reduce`
-know. Everything else, and every batch with something to report (NaN, a broken contract), goes through the reference, whose
-errors count. Top-k, top-p and min-p rows do too: they are sorted there, and a kernel would have to break ties exactly so.
+With `SPECTOOLKIT_KERNELS=auto` kernels run on CUDA tensors where triton is installed, for the plain rows that most
+work is made of: logits in float32, float16 or bfloat16, no filter, penalty or bias, and a rule and law that `verify`
+and `reduce` know. Everything else, and every batch with something to report (NaN, a broken contract), goes through
+the reference, whose errors count. Top-k, top-p and min-p rows do too: they are sorted there, and a kernel would have
+to break ties exactly so.
 
-`off`, the reference everywhere, is what holds where nothing is said, until a device has run the kernels (`make
-gpu-check`). `interpret` takes them for CPU tensors as well, through Triton's interpreter (with TRITON_INTERPRET=1), which
+`off`, the reference everywhere, is what holds where nothing is said, until a device has run the kernels (`make gpu-
+check`). `interpret` takes them for CPU tensors as well, through Triton's interpreter (with TRITON_INTERPRET=1), which
 is for tests.
 """
 
