@@ -10,10 +10,7 @@ from typing import Any, NoReturn
 
 SHOW_TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch
 # First word -> module whose `run(arguments)` gives the text to print; anything else is for Hydra.
-_COMMANDS = {"import": "spectoolkit.serving.command"}
-
-# Commands beside the one that runs studies: name -> module with run(arguments: list[str]) -> str, the text to print.
-_COMMANDS = {"report": "spectoolkit.rebuild"}
+_COMMANDS = {"import": "spectoolkit.serving.command", "report": "spectoolkit.rebuild"}
 
 
 def main() -> None:
@@ -26,9 +23,6 @@ def main() -> None:
 
 
 def _run() -> None:
-    if len(sys.argv) > 1 and sys.argv[1] in _COMMANDS:
-        print(importlib.import_module(_COMMANDS[sys.argv[1]]).run(sys.argv[2:]))
-        return
     # Imported here, so that an interruption while the packages are read ends as any other.
     import hydra
     from hydra.core.hydra_config import HydraConfig

@@ -23,9 +23,15 @@ NEEDS = {
     "verifier=recursive": ["drafter=chains"],
     "verifier=wrong/distinct_as_independent": ["drafter=distinct_chains"],
 }
-STUDIES_OF_REAL_MODELS = {"layer_skip_search", "engine_benchmark", "train_draft_head", "train_draft_head_composed"}
+STUDIES_OF_REAL_MODELS = {
+    "layer_skip_search",
+    "engine_benchmark",
+    "engine_benchmark_tiny",
+    "train_draft_head",
+    "train_draft_head_composed",
+}
 BENCHMARKS = {"replay_benchmark"}  # measure every time
-TESTED_ELSEWHERE = {"speed", "kernel_benchmark"}  # measure every time, too
+TESTED_ELSEWHERE = {"speed", "kernel_benchmark", "batched_verification", "batched_verification_ngram"}  # likewise
 FEW = {  # less of what a study has much of
     "exactness": ["samples_per_prompt=300", "drafter=same_temperature"],
     "draft_sampling": ["grid.sampling.temperature=[0.0,0.5]"],

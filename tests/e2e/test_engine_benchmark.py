@@ -1,7 +1,9 @@
 """The benchmark on a tiny pair: its parts measure what they say."""
 
+import pandas as pd
 import pytest
 
+from spectoolkit import config
 from spectoolkit.datatypes import SamplingParams
 from spectoolkit.drafters import ModelDrafter
 from spectoolkit.errors import UsageError
@@ -55,3 +57,26 @@ def test_models_of_another_kind_are_refused():
     target, draft = toy_pair()
     with pytest.raises(UsageError, match="expected a target and a draft model of transformers"):
         engine_benchmark.check_models(experiment(target, draft))
+
+
+def test_the_tiny_pair_is_measured_without_a_checkpoint(tmp_path):
+    overrides = ["experiment=engine_benchmark_tiny", "prompts.limit=1", "max_new_tokens=12", "study.repetitions=1"]
+    shown = config.plan([*overrides, f"folder={tmp_path}"]).run()
+    table = pd.read_csv(tmp_path / "table.csv")
+    assert table["over_floor"].item() > 1
+    assert "time over floor" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["target.vocab_size=100"], "vocab_size: expected at least 256"),
+        (["target.num_layers=0"], "num_layers: expected an integer >= 1, got 0"),
+        (["target.hidden_size=60"], r"hidden_size: expected a multiple of 2 \* num_heads = 8, got 60"),
+        (["draft_model.share=2"], r"draft_model\.share: expected a number in \[0, 1\], got 2"),
+        (["target=tabular"], "expected a target=random for a random draft model"),
+    ],
+)
+def test_random_models_of_no_size_are_refused(more, message):
+    with pytest.raises(UsageError, match=message):
+        config.plan(["experiment=engine_benchmark_tiny", *more]).cells[0].build()
