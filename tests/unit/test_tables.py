@@ -290,8 +290,21 @@ def test_what_was_written_is_read_back(grid, tmp_path):
         for name in ("overall", "by_category", "differences")[: 2 if without == ("differences.csv",) else 3]:
             expected = getattr(built, name)
             pd.testing.assert_frame_equal(getattr(found, name)[list(expected)], expected, check_dtype=False)
-        assert text.latex(found) == text.latex(built)
+        assert latex.table(found) == latex.table(built)
     assert not len(found.differences)
+
+
+def test_a_study_without_differences_has_their_columns_and_is_read_back(grid, tmp_path):
+    tables.write(tables.build(grid, AXES, num_resamples=5), tmp_path, "Title")
+    differences = tmp_path / "differences.csv"
+    with_baseline = tables.build(grid, AXES, {"drafter.name": "argmax"}, num_resamples=5).differences
+    assert list(pd.read_csv(differences)) == list(with_baseline)
+    for content in (differences.read_text(), "\n"):  # as it was written once
+        differences.write_text(content)
+        found = tables.read(tmp_path)
+        assert not len(found.differences)
+        assert "Differences" not in text.markdown(found, "Title", [])
+        assert len(found.query("`sampling.temperature` > 0").overall) == 6
 
 
 def test_a_recorded_study_is_read_with_its_axes():
