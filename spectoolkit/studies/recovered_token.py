@@ -266,8 +266,9 @@ def _rules_text(config: Mapping[str, Any]) -> str:
     return (
         f"K = {config['num_draft_tokens']}, decoded. *Base*: of typical acceptance the variant that emits nothing, of "
         "other rules rejection at the same temperature; differences are paired by prompt. *Exactness* and *TV*, total "
-        "variation of what is emitted from the target's law after two steps: enumerated on toys of three tokens (of two "
-        "where drafter and verifier share noise). At temperature 0 all lossless rows emitted the same tokens, request by request."
+        "variation of what is emitted from the target's law after two steps: enumerated on toys of three tokens (of "
+        "two where drafter and verifier share noise). At temperature 0 all lossless rows emitted the same tokens, "
+        "request by request."
     )
 
 
