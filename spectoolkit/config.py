@@ -445,7 +445,9 @@ def _refuse_conflicts(
         key = override.split("=")[0].lstrip("+~")
         for axis in varied:
             if key == axis or (axis in axes and axis in GROUPS and meet(key, axis)):
-                raise UsageError(
-                    f"{override}: {axis} is an axis of this study; to change its values say grid.{axis}=[...] "
-                    "(or cases=[...], which can set several things at once)"
+                how = (
+                    f"grid.{axis}=[...] (or cases=[...], which can set several things at once)"
+                    if axis in axes
+                    else "cases=[...], which set it"
                 )
+                raise UsageError(f"{override}: {axis} is an axis of this study; to change its values say {how}")

@@ -69,15 +69,17 @@ MakePair = Callable[[LanguageModel, int], tuple[Drafter, Verifier]]
 """Draft model and vocabulary size -> the drafter with this draft model, and the verifier."""
 
 
-def prove(make_pair: MakePair) -> Proof:
-    """Enumerate a pair on random toys: one step with three tokens, two steps with two, K = 2.
+def prove(make_pair: MakePair, *, two_steps_tokens: int = 2) -> Proof:
+    """Enumerate a pair on random toys: one step with three tokens, two steps with `two_steps_tokens`, K = 2.
 
     A pair with noise over the vocabulary that drafter and verifier share is enumerated with two tokens throughout,
     where the noise of a position is a single uniform (`traced.TracedKeys`). A step of several chains begins behind
     `PROMPT_OF_CHAINS`.
     """
     try:
-        return Proof(_distance(make_pair, 3, 1), _distance(make_pair, 2, 2), "enumerated, V = 3 and 2, K = 2")
+        sizes = dict.fromkeys((3, two_steps_tokens))
+        how = f"enumerated, V = {' and '.join(map(str, sizes))}, K = 2"
+        return Proof(_distance(make_pair, 3, 1), _distance(make_pair, two_steps_tokens, 2), how)
     except TooManyTokensError:
         return Proof(_distance(make_pair, 2, 1), _distance(make_pair, 2, 2), "enumerated, V = 2, K = 2")
     except UntraceableError as error:

@@ -19,6 +19,7 @@ from spectoolkit.report.labels import text_width_pt, wrapped
 from spectoolkit.report.plots import check_rows, label_of
 
 _ROW_IN = 0.2
+_MOST_IN = 200  # a picture of 300 dpi has at most 2^16 pixels
 _GAP = 0.5  # between groups of definitions, in rows
 _TIE: dict[str, Any] = {"color": "#C4C4C4", "linewidth": 5.5, "solid_capstyle": "round"}
 
@@ -79,16 +80,12 @@ def accounting_figure(
         confidence: of the intervals behind the grey bars.
 
     Raises:
-        UsageError: more strategies than fit.
+        UsageError: as `check_room`.
     """
     check_rows(found, ["definition", "strategy", "rank"], unique=["definition", "strategy"])
     names, rows = list(dict.fromkeys(found["strategy"])), list(dict.fromkeys(found["definition"]))
+    shown, left, right = check_room(names, rows, width_in)
     with style.paper():
-        left, right = max(text_width_pt(row, style.SMALL_PT) for row in rows) / 72 + 0.16, 0.12
-        each_pt = 72 * (width_in - left - right) / (len(names) - 0.2)
-        shown = {name: wrapped(label_of(name), each_pt - 5, style.SMALL_PT) for name in names}
-        if max(text_width_pt(line, style.SMALL_PT) for label in shown.values() for line in label) > each_pt - 2:
-            raise UsageError(f"strategies: expected at most as many as fit {width_in} in, got {len(names)}")
         names_in = 1.2 * style.SMALL_PT / 72 * max(len(label) for label in shown.values()) + 0.13
         top, bottom, middle = names_in, names_in + 0.36, _ROW_IN * (row_heights(rows)[-1] + 1)
         height_in = top + bottom + middle
@@ -106,6 +103,37 @@ def accounting_figure(
             handles=[tie], loc="lower left", bbox_to_anchor=(0.0, 0.0), frameon=False, borderpad=0.3, handlelength=1.6
         )
     return fig
+
+
+def check_room(
+    names: Sequence[str], rows: Sequence[str], width_in: float = style.PAGE_IN
+) -> tuple[dict[str, list[str]], float, float]:
+    """The lines of the strategies' names as they stand beside each other, and the margins left and right (inches).
+
+    Args:
+        names: of the strategies.
+        rows: names of the definitions.
+        width_in: of the figure.
+
+    Raises:
+        UsageError: more strategies, or longer names, than fit the width; more definitions than a picture may be high.
+    """
+    if _ROW_IN * row_heights(rows)[-1] > _MOST_IN:
+        raise UsageError(
+            f"num_draft_tokens: expected K of which two definitions per position fit {_MOST_IN} in, got {len(rows)} "
+            "definitions"
+        )
+    with style.paper():
+        left, right = max(text_width_pt(row, style.SMALL_PT) for row in rows) / 72 + 0.16, 0.12
+        each_pt = 72 * (width_in - left - right) / (len(names) - 0.2)
+        shown = {name: wrapped(label_of(name), each_pt - 5, style.SMALL_PT) for name in names}
+        widths = {name: max(text_width_pt(line, style.SMALL_PT) for line in label) for name, label in shown.items()}
+    if widths and max(widths.values()) > each_pt - 2:
+        raise UsageError(
+            f"strategies: expected at most as many as fit {width_in} in beside each other, got {len(names)} (the "
+            f"widest name: {max(widths, key=lambda name: widths[name])})"
+        )
+    return shown, left, right
 
 
 def row_heights(rows: Sequence[str]) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -22,6 +24,7 @@ METRIC_LABELS = {
     "system_efficiency": "system efficiency",
 }
 _WIDTH = 0.19  # between neighbours of a group, in groups
+_LEFT_IN, _RIGHT_IN, _GAP_IN = 0.66, 1.42, 0.14  # beside the columns, and between them
 
 
 def side_panel(ax: Axes, found: pd.DataFrame, metric: str) -> Axes:
@@ -54,6 +57,25 @@ def side_panel(ax: Axes, found: pd.DataFrame, metric: str) -> Axes:
     return ax
 
 
+def column_widths(ks: Mapping[str, Sequence[int]], width_in: float = style.PAGE_IN) -> np.ndarray:
+    """Inches of every question's column, in proportion to its groups of dots.
+
+    Args:
+        ks: question -> its K, one group each.
+        width_in: of the figure.
+
+    Raises:
+        UsageError: more questions and K than fit.
+    """
+    # A lone group needs room for its heading.
+    shares = np.array([max(len(values), 1.6) for values in ks.values()])
+    widths = (width_in - _LEFT_IN - _RIGHT_IN - _GAP_IN * (len(ks) - 1)) * shares / shares.sum()
+    if (widths / shares).min() < 0.42:
+        given = "; ".join(f"{name} at K = {', '.join(map(str, values))}" for name, values in ks.items())
+        raise UsageError(f"study.questions and their K: expected at most as many as fit {width_in} in, got {given}")
+    return widths
+
+
 def sampling_params_figure(found: pd.DataFrame, width_in: float = style.PAGE_IN) -> Figure:
     """`side_panel` in one row per metric of `METRIC_LABELS` and one column per question; a row has one y scale.
 
@@ -62,18 +84,15 @@ def sampling_params_figure(found: pd.DataFrame, width_in: float = style.PAGE_IN)
         width_in: of the figure.
 
     Raises:
-        UsageError: more questions and K than fit.
+        UsageError: as `column_widths`.
     """
     check_rows(found, ["question", "num_draft_tokens"], unique=[])
     questions = list(dict.fromkeys(found["question"]))
     points = {(row["question"], row["num_draft_tokens"]) for row in found.to_dict("records")}
-    groups = [sum(name == question for name, _ in points) for question in questions]
-    left, right, gap, row_in, row_gap, bottom = 0.66, 1.42, 0.14, 1.12, 0.14, 0.4
-    # A lone group needs room for its heading.
-    shares = np.array([max(count, 1.6) for count in groups])
-    widths = (width_in - left - right - gap * (len(questions) - 1)) * shares / shares.sum()
-    if (widths / shares).min() < 0.42:
-        raise UsageError(f"questions: expected at most as many as fit {width_in} in, got {len(questions)}")
+    ks = {question: sorted(k for name, k in points if name == question) for question in questions}
+    widths = column_widths(ks, width_in)
+    left, right, gap = _LEFT_IN, _RIGHT_IN, _GAP_IN
+    row_in, row_gap, bottom = 1.12, 0.14, 0.4
     with style.paper():
         heads = ["\n".join(wrapped(q, 72 * w - 2, style.FONT_PT)) for q, w in zip(questions, widths, strict=True)]
         top = 0.1 + 0.13 * max(head.count("\n") + 1 for head in heads)

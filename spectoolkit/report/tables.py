@@ -19,6 +19,7 @@ from spectoolkit.report import html, latex, standing, text
 from spectoolkit.report.cells import LOSSLESS_KEY, CellResult, axis_columns, check_shared
 
 INTERVAL_METRICS = ("acceptance_length", "acceptance_length_request_mean")
+DIFFERENCE_COLUMNS = ("baseline", "difference", "difference_low", "difference_high", "excludes_zero")
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,7 +35,7 @@ class Tables:
         by_category: the same per cell and prompt category, `category` after the axes.
         differences: per cell that has a baseline: the axes, `engine`, `baseline`, `difference` (cell − baseline,
             acceptance_length, tokens per target forward), `difference_low`, `difference_high`, `excludes_zero`.
-            Cells whose point of the other axes has no baseline cell hold NaN. Empty without a baseline.
+            Cells whose point of the other axes has no baseline cell hold NaN. Columns without rows without a baseline.
         confidence: of every interval.
         num_resamples: of every interval.
     """
@@ -114,7 +115,7 @@ def build(
         axes=tuple(axes),
         overall=pd.DataFrame(_same_keys(overall)),
         by_category=pd.DataFrame(_same_keys(by_category)),
-        differences=pd.DataFrame(differences),
+        differences=pd.DataFrame(differences, columns=[*columns, *DIFFERENCE_COLUMNS]),
         confidence=confidence,
         num_resamples=num_resamples,
     )
@@ -172,6 +173,7 @@ def read(folder: Path | str, *, confidence: float = 0.95, num_resamples: int = 2
         axes=tuple(name for name in head if not any(name.startswith(f"{other}.") for other in head)),
         overall=overall.drop(columns=["scope", "category"]),
         by_category=by_category.drop(columns="scope"),
+        # Without differences older files hold an empty line, newer ones the names of the columns.
         differences=pd.read_csv(differences)
         if differences.exists() and differences.read_text().strip()
         else pd.DataFrame(),

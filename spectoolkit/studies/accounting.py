@@ -59,7 +59,7 @@ def check(cells: Sequence[Cell], axes: Sequence[str], *, confidence: float = 0.9
 
     Raises:
         UsageError: a confidence outside (0, 1), an axis other than `AXES`, fewer than two strategies, a replayed cell,
-            or a cell that drafts nothing.
+            a cell that drafts nothing or whose output is not of the target's law, or more than the figure has room for.
     """
     if not 0 < confidence < 1:
         raise UsageError(f"study.confidence: expected a number in (0, 1), got {confidence!r}")
@@ -77,6 +77,12 @@ def check(cells: Sequence[Cell], axes: Sequence[str], *, confidence: float = 0.9
             )
         if cell.settings["drafter.name"] == "none":
             raise UsageError("accounting: expected strategies that draft, got drafter=none, which has no acceptance")
+        if not cell.settings["verifier.is_lossless"]:
+            raise UsageError(
+                "accounting: expected lossless rules, since acceptance is ranked at one law of the output, got "
+                f"drafter={cell.settings['drafter.name']}, verifier={cell.settings['verifier.name']}"
+            )
+    figures.check_room(strategy_names(cells), list(definitions(_largest(cells)).values()))
 
 
 def run(
@@ -190,7 +196,7 @@ def _resampled(cells: Sequence[CellResult], metric: str) -> tuple[np.ndarray, np
     return estimates, samples
 
 
-def _largest(cells: Sequence[CellResult]) -> int:
+def _largest(cells: Sequence[HasSettings]) -> int:
     return max(int(str(cell.settings[NUM_DRAFT_TOKENS])) for cell in cells)
 
 
@@ -226,17 +232,30 @@ def _verdict(pairs: pd.DataFrame, flipped: pd.DataFrame) -> str:
     num_definitions = len({row["definition"] for row in rows})
     if not len(flipped):
         return (
-            f"No pair of strategies changes places: of {num_pairs} pairs, {num_decided} have an order, and none of "
-            f"them has both orders under {num_definitions} definitions."
+            f"No pair of strategies changes places: of {_pairs(num_pairs)}, {num_decided} {_of(num_decided, 'have')} "
+            f"an order, and none of them has both orders under {num_definitions} definitions."
         )
     usual = (DEFINITIONS["acceptance_length"], DEFINITIONS["acceptance_rate"])
     num_reversed = _reversed(*(_signs(rows, name) for name in usual))
+    num_ordered, num_open = num_decided - len(flipped), num_pairs - num_decided
     return (
-        f"{len(flipped)} of {num_pairs} pairs of strategies change places with the definition: each of the two is "
-        f"ahead by one of {num_definitions} definitions and behind by another, and both differences exclude zero. "
-        f"{num_decided - len(flipped)} pairs have one order wherever they have any, {num_pairs - num_decided} have "
-        f"none. Between the two usual figures ({usual[0]}; {usual[1]}) {num_reversed} pairs change places."
+        f"{len(flipped)} of {_pairs(num_pairs)} of strategies {_of(len(flipped), 'change')} places with the "
+        f"definition: each of the two is ahead by one of {num_definitions} definitions and behind by another, and both "
+        f"differences exclude zero. {_pairs(num_ordered)} {_of(num_ordered, 'have')} one order wherever the "
+        f"definitions give any, {num_open} {_of(num_open, 'have')} none. Between the two usual figures ({usual[0]}; "
+        f"{usual[1]}) {_pairs(num_reversed)} {_of(num_reversed, 'change')} places."
     )
+
+
+def _pairs(count: int) -> str:
+    return f"{count} pair" if count == 1 else f"{count} pairs"
+
+
+def _of(count: int, verb: str) -> str:
+    """A verb ("change") of so many subjects."""
+    if count != 1:
+        return verb
+    return "has" if verb == "have" else f"{verb}s"
 
 
 def _signs(rows: Sequence[Mapping[Any, Any]], definition: str) -> dict[tuple[str, str], bool]:
@@ -256,7 +275,7 @@ def ranking(found: pd.DataFrame, pairs: pd.DataFrame, definition: str) -> list[t
     decided = {frozenset(pair) for pair in _signs(pairs.to_dict("records"), definition)}
     names = [str(row["strategy"]) for row in sorted(ranked, key=lambda row: float(row["rank"]))]
     after = [frozenset(pair) in decided for pair in itertools.pairwise(names)]
-    return list(zip(names, [*after, True], strict=True))
+    return list(zip(names, [*after, True][: len(names)], strict=True))  # none, where no strategy has a value
 
 
 def _rankings(found: pd.DataFrame, pairs: pd.DataFrame) -> list[dict[str, str]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spectoolkit import files, metrics
 from spectoolkit.chains import score_proposal
-from spectoolkit.datatypes import Completion, DraftLaw, Proposal, Request, StepRecord, Uniforms, Verdict
+from spectoolkit.datatypes import Chains, Completion, DraftLaw, Proposal, Request, StepRecord, Uniforms, Verdict
 from spectoolkit.decode import decode
 from spectoolkit.errors import RunError, UsageError
 from spectoolkit.functional.ragged import PAD
@@ -69,7 +69,8 @@ def check(
 
     Raises:
         UsageError: an unknown way, no "together", no cell of batch size 1, another axis, a replayed cell, outputs that
-            depend on where steps begin, or too few requests to fill the largest batch in every turn.
+            depend on where steps begin, several chains per step, or too few requests to fill the largest batch in
+            every turn.
     """
     unknown = [way for way in ways if way not in WAYS]
     if unknown or "together" not in ways or len(set(ways)) != len(ways):
@@ -93,10 +94,16 @@ def check(
                 f"batched_verification: expected verifier={OF_ONE_OUTPUT} (or a lossless one at temperature 0), "
                 f"whose output does not depend on where steps begin, got {name} at temperature {temperature}"
             )
+        if Chains in cell.pair_on(None, 0)[0].laws:
+            raise UsageError(
+                "batched_verification: expected a drafter of one chain per step, since the ways to score a batch are "
+                f"those of one, got drafter={cell.settings['drafter.name']}"
+            )
         if cell.num_requests < turns * max(sizes):
             raise UsageError(
                 f"batched_verification: expected at least {turns * max(sizes)} requests, to fill a batch of "
-                f"{max(sizes)} in each of {turns} turns, got {cell.num_requests} (prompts.limit, samples_per_prompt)"
+                f"{max(sizes)} in each of {turns} turns, got {cell.num_requests}: more prompts (prompts.limit) or "
+                "samples_per_prompt, fewer study.turns, or a smaller largest batch (grid.batch_size=[...])"
             )
 
 
@@ -121,7 +128,7 @@ def run(
 
     Raises:
         UsageError: a target that cannot score parts of a batch.
-        RunError: more requests than that differ.
+        RunError: more requests than that differ; the table is written.
     """
     store.check_owner(config)
     experiments = {int(cell.settings[SIZE]): cell.build() for cell in sorted(cells, key=lambda c: c.settings[SIZE])}
@@ -138,12 +145,12 @@ def run(
                 runs[key].append(decoded(experiment, experiment.requests[turn::turns], WAYS[key[1]]))
                 bar.update(1)
     table, notes = tabulated(runs, next(iter(experiments.values()))), provenance()
-    check_same_tokens(table, max_differing)
     shown = _markdown(table, config, _models(cells[0]), str(notes["device"]), turns)
     files.replace_text(store.folder / "table.csv", table.to_csv(index=False, lineterminator="\n"))
     files.replace_text(store.folder / "table.md", shown)
     plots.save(figures.batched_verification_figure(table), store.folder)
     store.write_manifest({"provenance": notes, "config": config})
+    check_same_tokens(table, max_differing, f"{store.folder}/table.md")  # last: nothing else keeps what was measured
     return f"{shown}\nTable, figure and manifest are in {store.folder}"
 
 
@@ -299,18 +306,18 @@ def tabulated(runs: Mapping[tuple[int, str], Sequence[Run]], experiment: Experim
     return pd.DataFrame(rows)
 
 
-def check_same_tokens(table: pd.DataFrame, max_differing: float) -> None:
+def check_same_tokens(table: pd.DataFrame, max_differing: float, where: str) -> None:
     """Refuse results in which more requests than `max_differing` differ from batch size 1.
 
     Raises:
-        RunError: names the way and the batch size.
+        RunError: names the way, the batch size, and `where` the table is.
     """
     for row in table.to_dict("records"):
         if row["same_tokens"] < 1 - max_differing:
             raise RunError(
                 f"batched_verification: expected equal tokens in every way, {WAYS[row['way']].label} at batch size "
                 f"{row[SIZE]} has them for {row['same_tokens']:.1%} of the requests only (study.max_differing allows "
-                f"{max_differing:g} to differ; in bfloat16 rounding alone makes many differ)"
+                f"{max_differing:g} to differ; in bfloat16 rounding alone makes many differ; the table: {where})"
             )
 
 

@@ -23,7 +23,8 @@ TITLE = "Acceptance length over the way drafts are drawn"
 TEMPERATURE, TOP_K = "sampling.temperature", "sampling.top_k"
 ARGMAX, SAME, SQUARED, ALONE = "argmax", "same temperature", "squared temperature", "temperature alone"
 BEST, CONSTANT = "best constant", "constant "
-FILTERS = ("top_k", "top_p", "min_p")
+FILTERS = {"top_k": 0, "top_p": 1, "min_p": 0}
+"""Filters of rows, and what each is when it is off."""
 ROUNDING = 1e-9
 """Tokens per forward; smaller differences are those of sums."""
 
@@ -35,13 +36,17 @@ class Public:
     Attributes:
         source: where they stand.
         lengths: strategy -> x -> tokens per target forward.
+        temperature: of their requests; None where it is x.
     """
 
     source: str
     lengths: Mapping[str, Mapping[float, float]]
+    temperature: float | None = None
 
-    def ratio(self, strategy: str, x: float) -> float:
-        """Their acceptance length over theirs of same-temperature drafts; NaN where there is none."""
+    def ratio(self, strategy: str, x: float, temperature: float) -> float:
+        """Their acceptance length over theirs of same-temperature drafts; NaN where there is none at `temperature`."""
+        if self.temperature not in (None, temperature):
+            return math.nan
         mine, same = (self.lengths.get(name, {}).get(x, math.nan) for name in (strategy, SAME))
         return mine / same
 
@@ -58,6 +63,7 @@ PUBLIC = {
             ALONE: {1: 2.46, 20: 2.65, 0: 2.64},
             SAME: {1: 2.92, 20: 2.74, 0: 2.62},
         },
+        temperature=1.0,
     ),
 }
 """Along each axis that this study may have."""
@@ -112,12 +118,16 @@ def run(
     return write(store, cells, config, built, TITLE, figures.draft_sampling_figure(found, x), shown)
 
 
-def strategy(settings: Mapping[str, Any]) -> str:
+def strategy(settings: Mapping[str, Any], *, is_squared: bool = False) -> str:
     """How drafts are drawn and judged, as a name: "argmax", "same temperature, block".
 
     The verifier is named unless it is rejection or the drafter's own. Drafts of `drafter=temperature` are "constant c",
     "squared temperature" where the ratio is the request's temperature T itself (draft temperature T^2), or "temperature
     alone" where the ratio is 1 and the draft rows have no filter while the target's may.
+
+    Args:
+        settings: of a cell.
+        is_squared: what a ratio of 1 at T = 1 is, which the cell alone does not say (`_places`).
 
     Raises:
         UsageError: a drafter without a draft model, or one whose draws have no name here.
@@ -125,34 +135,51 @@ def strategy(settings: Mapping[str, Any]) -> str:
     drafter, rule = str(settings["drafter.name"]), str(settings["verifier.name"])
     constant, ratio = settings.get("drafter.constant"), settings.get("drafter.ratio")
     filters = [settings.get(f"drafter.{name}") for name in FILTERS]
-    name: str | None = {"same_temperature": SAME, "coupled": "coupled"}.get(drafter)
-    if drafter == "top_m":
-        name = f"top-{settings['drafter.keep']}"
-    if drafter in ("argmax", "temperature") and constant is not None and filters == [None] * 3:
+    name: str | None = None
+    if drafter in ("same_temperature", "coupled", "top_m") and ratio == 1 and filters == [None] * 3:
+        name = f"top-{settings['drafter.keep']}" if drafter == "top_m" else drafter.replace("_", " ")
+    elif drafter in ("argmax", "temperature") and constant is not None and filters == [None] * 3:
         name = ARGMAX if constant == 0 else f"{CONSTANT}{constant:g}"
-    elif drafter == "temperature" and filters == [None] * 3 and ratio == settings[TEMPERATURE]:
+    elif drafter == "temperature" and (is_squared or ratio != 1) and _is_squared(settings):
         name = SQUARED
-    elif (
-        drafter == "temperature"
-        and ratio == 1
-        and all(v in (None, off) for v, off in zip(filters, (0, 1, 0), strict=True))
-    ):
+    elif drafter == "temperature" and ratio == 1 and not _is_filtered(settings):
         name = ALONE
-    if name is None:
+    if name is None or settings.get("drafter.repetition_penalty") is not None:
         raise UsageError(
             "draft_sampling: expected drafts of argmax, same_temperature, coupled, top_m, or temperature (a constant; "
-            "drafter.ratio equal to sampling.temperature; or ratio 1 with draft filters off), got "
-            + ", ".join([drafter, *(f"{k}={v!r}" for k, v in settings.items() if k in _DRAWN)])
+            "drafter.ratio equal to sampling.temperature; or ratio 1 with draft filters off) with the request's own "
+            "penalties, got " + ", ".join([drafter, *(f"{k}={v!r}" for k, v in settings.items() if k in _DRAWN)])
         )
     return name if rule in ("rejection", drafter) else f"{name}, {rule}"
 
 
-_DRAWN = ("drafter.ratio", "drafter.constant", *(f"drafter.{name}" for name in FILTERS))
+_DRAWN = ("drafter.ratio", "drafter.constant", "drafter.repetition_penalty", *(f"drafter.{n}" for n in FILTERS))
+
+
+def _is_squared(settings: Mapping[str, Any]) -> bool:
+    """Whether the draft's ratio is the request's temperature, and everything else the request's own."""
+    own = [settings.get(f"drafter.{name}") for name in FILTERS]
+    return own == [None] * 3 and settings.get("drafter.ratio") == settings[TEMPERATURE]
+
+
+def _is_filtered(settings: Mapping[str, Any]) -> bool:
+    """Whether the draft rows are cut by a filter, their own or the request's."""
+    own = {name: settings.get(f"drafter.{name}") for name in FILTERS}
+    requests = {name: settings.get(f"sampling.{name}", off) for name, off in FILTERS.items()}
+    return {name: requests[name] if own[name] is None else own[name] for name in FILTERS} != FILTERS
 
 
 def _places(cells: Sequence[HasSettings], x: str) -> dict[tuple[Any, ...], int]:
-    """(value of x, strategy) -> index of its cell."""
-    return places([{x: cell.settings[x], "strategy": strategy(cell.settings)} for cell in cells], (x, "strategy"))
+    """(value of x, strategy) -> index of its cell.
+
+    A ratio of 1 at T = 1 is T itself if cells of the same rule have it at other temperatures, or if their rows are cut.
+    """
+    settings = [cell.settings for cell in cells]
+    squared = {
+        one["verifier.name"] for one in settings if _is_squared(one) and (one[TEMPERATURE] != 1 or _is_filtered(one))
+    }
+    names = [strategy(one, is_squared=one["verifier.name"] in squared) for one in settings]
+    return places([{x: one[x], "strategy": name} for one, name in zip(settings, names, strict=True)], (x, "strategy"))
 
 
 def _in_order(values: Sequence[float], x: str) -> list[float]:
@@ -213,7 +240,7 @@ def compared(cells: Sequence[CellResult], x: str, claims: Mapping[str, str] | No
     `ratio` is pooled acceptance length over that of `SAME`, `difference` that minus it, both paired by prompt.
     "best constant" is the best of the constant draft temperatures by `chosen_on_the_other_half`; `constants` says
     which. `exactness` is what `claims` says of the strategy (of one of the constants for the best). `public_ratio` is
-    the ratio that others measured (`PUBLIC`).
+    the ratio that others measured (`PUBLIC`), at the same temperature.
     """
     rows: list[dict[str, Any]] = []
     claims = dict(claims or {})
@@ -223,6 +250,7 @@ def compared(cells: Sequence[CellResult], x: str, claims: Mapping[str, str] | No
     for at in _in_order([cast(float, cell.settings[x]) for cell in cells], x):
         made = _strategies_at(cells, x, at)
         names = list(made)
+        temperature = next(cast(float, cell.settings[TEMPERATURE]) for cell in cells if cell.settings[x] == at)
         values = metrics.resample([frame for frame, _ in made.values()], "acceptance_length")
         base = names.index(SAME)
         for i, name in enumerate(names):
@@ -237,7 +265,7 @@ def compared(cells: Sequence[CellResult], x: str, claims: Mapping[str, str] | No
             row |= {"draft_bytes_per_token": metrics.summarise(made[name][0])["draft_bytes_per_token"]}
             for column, value in (("acceptance_length", length), ("ratio", ratio), ("difference", minus)):
                 row |= dict(zip((column, f"{column}_low", f"{column}_high"), value, strict=True))
-            rows.append(row | {"public_ratio": PUBLIC[x].ratio(name, at)})
+            rows.append(row | {"public_ratio": PUBLIC[x].ratio(name, at, temperature)})
     return pd.DataFrame(rows)
 
 
@@ -308,8 +336,12 @@ def _strategy_section(found: pd.DataFrame, x: str) -> list[str]:
     explanation = (
         f"Acceptance length over that of {SAME} drafts under rejection (whose own is the first row), paired by prompt. "
         "*Exactness*: enumerated on toys, one pair per row. *Kept*: per draft token from drafting to verification, at "
-        f"bf16. *{ALONE.capitalize()}*: drafts without the request's filters. *{SQUARED.capitalize()}*: drafts at T^2."
+        "bf16."
     )
+    meanings = {ALONE: "drafts without the request's filters", SQUARED: "drafts at T^2"}
+    for name, meaning in meanings.items():
+        if any(shown.partition(",")[0] == name for shown in found["strategy"]):
+            explanation += f" *{name.capitalize()}*: {meaning}."
     chosen = [
         f"{_head(row[x], x)}: {row['constants']}{row['strategy'].removeprefix(BEST)}"
         for row in found.to_dict("records")

@@ -140,21 +140,22 @@ def _is_sampled(cell: Cell, partners: Mapping[str, Sequence[str]] | None) -> boo
     return makes_claim and any(cell.settings[f"{side}.name"] in names for side, names in partners.items())
 
 
-def _proofs(cells: Sequence[Cell]) -> list[Proof]:
+def _proofs(cells: Sequence[Cell], two_steps_tokens: int = 2) -> list[Proof]:
     """One per cell; cells that differ in neither drafter nor verifier share theirs."""
     found: dict[str, Proof] = {}
     keys = [_key(cell, ("drafter.", "verifier.")) for cell in cells]
     with progress_bar(len(cells), "pair") as bar:
         for cell, key in zip(cells, keys, strict=True):
             if key not in found:
-                found[key] = prove(cell.pair_on)
+                found[key] = prove(cell.pair_on, two_steps_tokens=two_steps_tokens)
             bar.update(1)
     return [found[key] for key in keys]
 
 
-def proven(cells: Sequence[Cell]) -> list[Finding]:
-    """What enumeration on toys says of each cell's pair; nothing is decoded."""
-    return [_finding(cell, proof, None, 0.0) for cell, proof in zip(cells, _proofs(cells), strict=True)]
+def proven(cells: Sequence[Cell], *, two_steps_tokens: int = 2) -> list[Finding]:
+    """What enumeration on toys says of each cell's pair (`exactness.proof.prove`); nothing is decoded."""
+    proofs = _proofs(cells, two_steps_tokens)
+    return [_finding(cell, proof, None, 0.0) for cell, proof in zip(cells, proofs, strict=True)]
 
 
 def _key(cell: Cell, groups: tuple[str, ...]) -> str:

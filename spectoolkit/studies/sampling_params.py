@@ -36,6 +36,9 @@ OFF = ("draft only", "neither")
 METRICS = ("acceptance_rate_unmasked", "acceptance_rate", "system_efficiency", "acceptance_length")
 COMPARISONS = (("draft only", "both"), ("draft only", "neither"), ("target only", "both"))
 """Left out of the target; with it left out there, had by the draft or not; left out of the draft."""
+COMPARED = ("question", "num_draft_tokens", "one", "other", "same_law", "metric", "difference", "difference_low",
+            "difference_high", "excludes_zero")  # fmt: skip
+"""Columns of `comparisons`; it has no rows where no side stands beside one that it is compared with."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +46,23 @@ class Question:
     """What the user asks for, and which part of it a side may leave out (at its default then).
 
     Raises:
-        UsageError: unknown parameters, or a part that was not asked for.
+        UsageError: unknown parameters or values, or a part that was not asked for or is named twice.
     """
 
     asked: Mapping[str, float]
     left_out: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.asked) - DEFAULTS.keys()):
+        if unknown := [str(name) for name in self.asked if name not in DEFAULTS]:
             raise UsageError(
                 f"study.questions: expected parameters among {', '.join(DEFAULTS)}, got {', '.join(unknown)}"
             )
-        if not self.left_out or set(self.left_out) - set(self.asked):
+        names = list(self.asked)  # a list: what it is asked for need not be hashable
+        is_twice = any(name in self.left_out[:i] for i, name in enumerate(self.left_out))
+        if not self.left_out or is_twice or any(name not in names for name in self.left_out):
             raise UsageError(
-                f"study.questions: expected left_out to name some of {', '.join(self.asked)}, got {list(self.left_out)}"
+                f"study.questions: expected left_out to name some of {', '.join(names)}, each once, got "
+                f"{list(self.left_out)}"
             )
         SamplingParams(**self.asked)  # type: ignore[arg-type]
 
@@ -130,13 +136,16 @@ def check(cells: Sequence[Cell], axes: Sequence[str], *, questions: Sequence[Map
     """Refuse cells that answer no question, and questions that lack cells, before any is computed.
 
     Raises:
-        UsageError: no question or an ill-formed one; a cell that is replayed, lossy, or whose two sides have neither
-            what a question asks for nor that without the part; two cells at one place; a question without a cell, or
-            without one that has the parameters on both sides.
+        UsageError: no question, an ill-formed one or two of one name; a cell that is replayed, lossy, or whose two
+            sides have neither what a question asks for nor that without the part; two cells at one place; a question
+            without a cell, or without one that has the parameters on both sides; more than the figure has room for.
     """
     asked = [Question.of(question) for question in questions]
     if not asked:
         raise UsageError("study.questions: expected at least one, got none")
+    names = [question.name for question in asked]
+    if len(set(names)) < len(names):
+        raise UsageError(f"study.questions: expected different parts in question, got {'; '.join(names)}")
     for cell in cells:
         if cell.engine != "live":
             raise UsageError(
@@ -167,6 +176,8 @@ def _check_places(cells: Sequence[Cell] | Sequence[CellResult], questions: Seque
         for k in sorted({k for k, _ in here}):
             if (k, "both") not in here:
                 raise UsageError(f"sampling_params: expected a cell with {question.name} on both sides at K = {k}")
+    ks = {question.name: sorted({k for name, k, _ in found if name == question.name}) for question in questions}
+    figures.column_widths(ks)
 
 
 def _text(params: Mapping[str, float]) -> str:
@@ -328,7 +339,7 @@ def comparisons(results: Sequence[CellResult], questions: Sequence[Question]) ->
                     row |= {"same_law": other == "neither" or one == "target only", "metric": metric}
                     row |= dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
                     rows.append(row | {"excludes_zero": difference.excludes_zero})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=pd.Index(COMPARED))
 
 
 def findings(law: pd.DataFrame, found: pd.DataFrame, compared: pd.DataFrame) -> list[str]:
@@ -347,6 +358,8 @@ def findings(law: pd.DataFrame, found: pd.DataFrame, compared: pd.DataFrame) -> 
         "on the outputs themselves; of a filter, the probability that it would have cut off. *Rate, unmasked*: every "
         "draft judged alone; *prefix*: up to the first rejection."
     )
+    if not len(compared):
+        return shown
     shown += ["## What leaving out costs", text.grid(_comparison_rows(compared))]
     shown.append(
         "Differences are paired by prompt; each interval stands alone. *Same law*: both rows sample the same law, so "

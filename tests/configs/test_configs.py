@@ -255,6 +255,7 @@ def test_a_cell_is_known_by_what_can_change_its_numbers():
         (["+grid.name=[a,b]"], r"grid\.name: a grid varies the settings of cells"),
         (["+grid.nope=[1]"], "nope: the chosen options have no such setting"),
         (["+grid.sampling=[default,greedy]", "sampling.temperature=0.5"], "sampling is an axis of this study"),
+        (["cases=[{num_draft_tokens: 2}]", "num_draft_tokens=3"], r"say cases=\[\.\.\.\], which set it$"),
         (["cases=[{drafter:argmax}]", "+grid.drafter=[ngram]"], "cases: drafter meets the axis drafter of the grid"),
         (["cases=[{drafter:[argmax]}]"], "cases: expected the name of an option for drafter"),
         (["experiment=temperature_sweep", "grid.drafter=[ngram]"], r"study\.baseline: expected settings of at least"),

@@ -60,10 +60,29 @@ def test_a_change_of_places_needs_both_orders_to_be_certain():
     pairs = pd.DataFrame({"definition": ["x", "y", "z"], "difference": [1.0, -1.0, -0.1]})
     pairs = pairs.assign(one="a", other="b", excludes_zero=[True, False, False])
     assert not len(accounting.flips(pairs))
-    assert "No pair of strategies changes places: of 1 pairs, 1 have an order" in accounting._verdict(pairs, pairs[:0])
+    assert "No pair of strategies changes places: of 1 pair, 1 has an order" in accounting._verdict(pairs, pairs[:0])
     (found,) = accounting.flips(pairs.assign(excludes_zero=[True, True, False])).to_dict("records")
     assert found == {"one": "a", "other": "b", "one_ahead": "x", "other_ahead": "y", "undecided": "z"}
     assert not len(accounting.flips(pairs.assign(difference=1.0, excludes_zero=True)))
+
+
+def test_a_definition_that_no_strategy_has_a_value_of_is_an_empty_row():
+    """Outputs of two tokens at K = 4 never reach positions 3 and 4."""
+    made = [cell(of_steps((1, 1)), "a"), cell(of_steps((1, 0)), "b")]
+    found, pairs = (of(made, ["a", "b"]) for of in (accounting.by_definition, accounting.orders))
+    assert accounting.ranking(found, pairs, "position 4, conditional") == []
+    shown = accounting.findings(found, pairs, accounting.flips(pairs), accounting.choices(made, ["a", "b"]), 0.95)
+    (order,) = (line for line in shown[4].splitlines() if "position 4, conditional" in line)
+    assert [part.strip() for part in order.split("|")[2:]] == ["–", ""]
+    figures.accounting_figure(found, pairs).canvas.draw()
+
+
+def test_numbers_of_pairs_are_said_in_the_singular_too(cells):
+    pairs = accounting.orders(cells[:2], ["a", "b"])
+    said = accounting._verdict(pairs, accounting.flips(pairs))
+    assert said.startswith("1 of 1 pair of strategies changes places")
+    assert "0 pairs have one order wherever the definitions give any, 0 have none" in said
+    assert said.endswith("1 pair changes places.")
 
 
 def test_orders_are_the_paired_differences():
@@ -149,6 +168,10 @@ def test_the_study_says_which_pairs_change_places(tmp_path):
         (["cases=[{drafter: argmax, num_draft_tokens: 2}]"], "at least two strategies to rank, got 1"),
         (["cases=[{drafter: argmax}, {drafter: none}]"], "got drafter=none, which has no acceptance"),
         (["grid.sampling.temperature=[0.5,1.0]"], r"alone, not in sampling\.temperature"),
+        (["cases=[{verifier: rejection}, {verifier: typical}]"], "lossless rules.* verifier=typical"),
+        (["cases=[{drafter: argmax}, {drafter: wrong/top_p_on_draft_only}]"], "lossless rules.* drafter=wrong/top_p"),
+        (["cases=[" + ", ".join(f"{{num_draft_tokens: {k}}}" for k in range(1, 11)) + "]"], "strategies: .* got 10"),
+        (["cases=[{drafter: argmax}, {num_draft_tokens: 1000}]"], "num_draft_tokens: expected K .* 2008 definitions"),
         (["study.confidence=1.5"], r"study\.confidence: expected a number in \(0, 1\), got 1\.5"),
     ],
 )

@@ -71,9 +71,17 @@ def test_the_figure_has_a_line_per_way(tmp_path):
 
 def test_different_tokens_are_an_error():
     table = pd.DataFrame({"way": ["together", "slowest"], "batch_size": [1, 4], "same_tokens": [1.0, 0.9]})
-    study.check_same_tokens(table, 0.1 + 1e-9)
+    study.check_same_tokens(table, 0.1 + 1e-9, "x/table.md")
     with pytest.raises(RunError, match=r"all wait for the slowest at batch size 4 has them for 90\.0%"):
-        study.check_same_tokens(table, 0.02)
+        study.check_same_tokens(table, 0.02, "x/table.md")
+
+
+def test_a_run_whose_tokens_differ_keeps_its_table_and_figure(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "_same", lambda done, base: 0.5)
+    with pytest.raises(RunError, match=rf"50\.0% .* the table: {tmp_path}/table\.md"):
+        config.plan([*TOY, f"folder={tmp_path}"]).run()
+    assert "50.0%" in (tmp_path / "table.md").read_text()
+    assert all((tmp_path / name).exists() for name in ("table.csv", "figure.png", "manifest.json"))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +94,8 @@ def test_different_tokens_are_an_error():
         (["grid.batch_size=[2,4]"], "1 among them"),
         (["verifier=rejection", "drafter=argmax"], "got rejection at temperature 0.7"),
         (["engine=auto"], "expected engine=live"),
-        (["grid.batch_size=[1,8]", "samples_per_prompt=1"], "expected at least 16 requests"),
+        (["grid.batch_size=[1,8]", "samples_per_prompt=1"], r"least 16 requests.*study\.turns.*grid\.batch_size"),
+        (["drafter=chains", "verifier=recursive", "sampling.temperature=0"], "one chain per step.* got drafter=chains"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(more, message):

@@ -45,11 +45,42 @@ def test_a_strategy_is_named_by_how_its_drafts_are_drawn_and_judged(name):
         {"drafter.name": "temperature", "drafter.ratio": 0.7},  # neither T nor 1
         {"drafter.name": "temperature", "drafter.ratio": 1.0, "drafter.top_k": 3},
         {"drafter.name": "temperature", "drafter.constant": 0.7, "drafter.top_k": 3},
+        {"drafter.name": "temperature", "drafter.constant": 0.7, "drafter.repetition_penalty": 1.3},
+        {"drafter.name": "temperature", "drafter.ratio": 0.5, "drafter.repetition_penalty": 1.3},
+        {"drafter.name": "temperature", "drafter.ratio": 1.0, "sampling.top_k": 3},  # by another name same_temperature
+        {"drafter.name": "same_temperature", "drafter.ratio": 0.7},
+        {"drafter.name": "top_m", "drafter.keep": 4, "drafter.ratio": 0.7},
     ],
 )
 def test_drafts_without_a_name_are_refused(settings):
     with pytest.raises(UsageError, match="expected drafts of argmax, same_temperature, coupled, top_m, or temperature"):
         study.strategy({"verifier.name": "rejection", T: 0.5} | settings)
+
+
+def named_at_1(*others: CellResult, **settings: object) -> list[str]:
+    """Names at T = 1 of a drafter whose ratio is 1 there, beside cells at other temperatures."""
+    ratio_1 = {"drafter.name": "temperature", "drafter.ratio": 1.0, "verifier.name": "rejection", T: 1.0, K: 0}
+    cells = [CellResult(ratio_1 | {k.replace("__", "."): v for k, v in settings.items()}, pd.DataFrame()), *others]
+    return [name for at, name in study._places(cells, T) if at == 1]
+
+
+def test_a_ratio_of_1_at_temperature_1_is_what_it_is_at_other_temperatures():
+    constant = cell("squared temperature", 1, drafter__ratio=1.0)
+    assert named_at_1(cell("squared temperature", 1)) == ["squared temperature"]
+    assert named_at_1(constant) == ["temperature alone"]
+    assert study._places([constant], T) == {(0.5, "temperature alone"): 0}
+    assert named_at_1(cell("squared temperature", 1, verifier__name="block"), constant) == ["temperature alone"]
+    assert named_at_1() == ["temperature alone"]
+    assert named_at_1(sampling__top_k=3) == ["squared temperature"]  # with the request's filter
+
+
+def test_only_the_rows_of_a_table_are_explained():
+    shown = {}
+    for name in ("argmax", "squared temperature", "temperature alone"):
+        found = study.compared([cell(name, 2, 3), cell("same temperature", 2, 2)], T)
+        shown[name] = study._strategy_section(found, T)[2]
+    assert ["*Squared temperature*" in part for part in shown.values()] == [False, True, False]
+    assert ["*Temperature alone*" in part for part in shown.values()] == [False, False, True]
 
 
 def test_the_best_is_chosen_on_other_prompts_than_those_it_is_measured_on():
@@ -85,18 +116,23 @@ def test_every_strategy_over_same_temperature_drafts():
 
 def test_published_ratios_stand_beside_ours():
     published = study.PUBLIC[T]
-    assert [round(published.ratio("argmax", t), 3) for t in (0.0, 0.6, 0.7, 0.8)] == [1.0, 0.894, 0.889, 0.855]
-    assert [round(study.PUBLIC[K].ratio(study.ALONE, k), 3) for k in (1, 20, 0)] == [0.842, 0.967, 1.008]
+    assert [round(published.ratio("argmax", t, t), 3) for t in (0.0, 0.6, 0.7, 0.8)] == [1.0, 0.894, 0.889, 0.855]
+    assert [round(study.PUBLIC[K].ratio(study.ALONE, k, 1.0), 3) for k in (1, 20, 0)] == [0.842, 0.967, 1.008]
     cells = [cell(name, 2, 3, sampling__temperature=t) for t in (0.5, 0.6) for name in ("argmax", "same temperature")]
     found = study.compared(cells, T).set_index([T, "strategy"])["public_ratio"]
     assert found[0.6, "argmax"] == pytest.approx(2.95 / 3.30)
     assert found.drop((0.6, "argmax"))[0.5].isna().all()
+    top_k = {k: (2, 3) for k in (1, 20)}
+    assert study.compared(narrowed(top_k, top_k), K)["public_ratio"].notna().all()
+    elsewhere = [cell("argmax", 2), cell("same temperature", 2)]  # at T = 0.5, and theirs are of T = 1
+    assert study.compared(elsewhere, K)["public_ratio"].isna().all()
 
 
 def narrowed(argmax: dict[int, tuple[int, ...]], alone: dict[int, tuple[int, ...]]) -> list[CellResult]:
-    cells = [cell("argmax", *lengths, **{"sampling__top_k": k}) for k, lengths in argmax.items()]
-    cells += [cell("temperature alone", *lengths, **{"sampling__top_k": k}) for k, lengths in alone.items()]
-    return cells + [cell("same temperature", *lengths, **{"sampling__top_k": k}) for k, lengths in argmax.items()]
+    at = {"sampling__temperature": 1.0}
+    cells = [cell("argmax", *lengths, sampling__top_k=k, **at) for k, lengths in argmax.items()]
+    cells += [cell("temperature alone", *lengths, sampling__top_k=k, **at) for k, lengths in alone.items()]
+    return cells + [cell("same temperature", *lengths, sampling__top_k=k, **at) for k, lengths in argmax.items()]
 
 
 def test_who_is_ahead_follows_from_the_interval_and_the_crossover_from_who_is_ahead():
@@ -136,7 +172,7 @@ TOY = ["target=tabular", "draft_model=tabular", "prompts.limit=4", "max_new_toke
 
 def test_the_draft_temperature_of_the_squared_row_is_the_square_of_the_cells_own():
     plan = config.plan(["experiment=draft_sampling", *TOY])
-    squared = [c.settings for c in plan.cells if study.strategy(c.settings) == "squared temperature"]
+    squared = [plan.cells[i].settings for (_, name), i in study._places(plan.cells, T).items() if name == study.SQUARED]
     assert [(s[T], s["drafter.ratio"]) for s in squared] == [(t, t) for t in (0, 0.2, 0.4, 0.6, 0.7, 0.8, 1.0, 1.2)]
 
 

@@ -93,6 +93,8 @@ def test_the_study_says_what_each_token_costs(tmp_path):
     assert found["exactness"].str.partition(":")[0].tolist() == [
         "lossy", "lossy", "proven", "caught", "proven", "proven", "proven", "proven",
     ]  # fmt: skip
+    nothing, sample = found["two_steps"].iloc[:2]
+    assert abs(nothing - sample) > 1e-3  # enumerated where rejections happen
     greedy = found[found[T] == 0]
     assert greedy["acceptance_length"].nunique() == 1
     assert found["difference_low"].iloc[1] > 0  # a token more makes steps longer
@@ -113,6 +115,10 @@ def test_the_study_says_what_each_token_costs(tmp_path):
         (["cases=[{drafter: argmax, verifier: match}]"], "one cell of rejection at sampling.temperature=1.0"),
         (["cases=[{drafter: argmax, verifier: typical}]"], "one cell of typical, first_only"),
         (["cases=[{verifier: rejection}, {verifier: relaxed}]"], "got relaxed"),
+        (["cases=[]"], "a rule beside the one that it is compared with, got rejection alone"),
+        (["cases=[{sampling.temperature: 0.0}, {sampling.temperature: 1.0}]"], "got rejection; rejection alone"),
+        (["cases=[{drafter: none, verifier: rejection}, {drafter: none, verifier: match}]"], "got drafter=none"),
+        (["drafter=none", "cases=[]"], "got drafter=none"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(more, message):

@@ -199,6 +199,16 @@ def test_rows_sample_what_was_asked_for_where_the_target_has_it(recorded):
     assert "*both* and *target only* sample what was asked for; *draft only* and *neither* do not" in text
 
 
+def test_sides_without_a_comparison_make_no_table_of_differences(recorded):
+    """*Both* beside *neither*: their texts differ and so do their drafts."""
+    _, _, found = recorded
+    sides = found["sides"][found["sides"]["side"].isin(["both", "neither"])]
+    nothing = pd.DataFrame(columns=list(found["comparisons"]))
+    assert list(study.COMPARED) == list(nothing)
+    shown = study.findings(found["laws"], sides, nothing)
+    assert not any("leaving out costs" in part for part in shown)
+
+
 def test_a_second_run_computes_nothing(recorded, monkeypatch):
     def computed_again(*_):
         raise AssertionError("computed again")
@@ -227,7 +237,7 @@ def test_the_figure_shows_every_row_and_no_text_touches(recorded):
     boxes = [Text.get_window_extent(t) for t in shown if t.get_text()]
     assert all(not a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     assert all(b.x0 >= 0 and b.x1 <= figure.bbox.width and b.y1 <= figure.bbox.height for b in boxes)
-    with pytest.raises(UsageError, match="questions: expected at most as many as fit"):
+    with pytest.raises(UsageError, match="questions and their K: expected at most as many as fit"):
         sampling_params_figure(sides, 3.3)
 
 
@@ -243,6 +253,7 @@ def test_what_a_difference_says():
 
 
 TWO = "{num_draft_tokens: 1}, {num_draft_tokens: 1, sampling.top_p: 0.9}"
+MANY = ", ".join(TWO.replace("s: 1", f"s: {k}") for k in range(1, 13))
 ASKED = "asked: {temperature: 0.6, top_p: 0.9}"
 
 
@@ -268,6 +279,13 @@ ASKED = "asked: {temperature: 0.6, top_p: 0.9}"
         (["study.questions=[]"], "study.questions: expected at least one, got none"),
         ([f"study.questions=[{{{ASKED}, left_out: [top_k]}}]"], "left_out to name some of temperature, top_p"),
         ([f"study.questions=[{{{ASKED}}}]"], "study.questions: expected mappings like"),
+        ([f"study.questions=[{{{ASKED}, left_out: [[top_p]]}}]"], r"left_out to name some of .*got \[\['top_p'\]\]"),
+        ([f"study.questions=[{{{ASKED}, left_out: [top_p, top_p]}}]"], "left_out to name some of .* each once"),
+        (["study.questions=[{asked: {1: 0.6}, left_out: [1]}]"], "expected parameters among .* got 1"),
+        (["study.questions=[{asked: {1: 0.6, heat: 1}, left_out: [1]}]"], "expected parameters among .* got 1, heat"),
+        (["study.questions=[{asked: {top_p: [0.9]}, left_out: [top_p]}]"], r"top_p: expected a finite number"),
+        ([f"study.questions=[{{{ASKED}, left_out: [top_p]}}, {{{ASKED}, left_out: [top_p]}}]"], "different parts"),
+        ([f"cases=[{MANY}]", f"study.questions=[{{{ASKED}, left_out: [top_p]}}]"], r"their K: .* at K = 1, 2, .*, 12"),
         (["study.questions=[{asked: {heat: 1}, left_out: [heat]}]"], "expected parameters among temperature, top_k"),
     ],
 )

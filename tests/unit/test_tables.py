@@ -294,6 +294,19 @@ def test_what_was_written_is_read_back(grid, tmp_path):
     assert not len(found.differences)
 
 
+def test_a_study_without_differences_has_their_columns_and_is_read_back(grid, tmp_path):
+    tables.write(tables.build(grid, AXES, num_resamples=5), tmp_path, "Title")
+    differences = tmp_path / "differences.csv"
+    with_baseline = tables.build(grid, AXES, {"drafter.name": "argmax"}, num_resamples=5).differences
+    assert list(pd.read_csv(differences)) == list(with_baseline)
+    for content in (differences.read_text(), "\n"):  # as it was written once
+        differences.write_text(content)
+        found = tables.read(tmp_path)
+        assert not len(found.differences)
+        assert "Differences" not in text.markdown(found, "Title", [])
+        assert len(found.query("`sampling.temperature` > 0").overall) == 6
+
+
 def test_a_recorded_study_is_read_with_its_axes():
     recorded = Path(__file__).parents[2] / "experiments"
     assert tables.read(recorded / "temperature_sweep").axes == ("sampling.temperature", "drafter", "verifier")
