@@ -69,8 +69,7 @@ def check(
 
     Raises:
         UsageError: an unknown way, no "together", no cell of batch size 1, another axis, a replayed cell, outputs that
-            depend on where steps begin, several chains per step, or too few requests to fill the largest batch in
-            every turn.
+            depend on where steps begin, several chains per step, or fewer requests than turns.
     """
     unknown = [way for way in ways if way not in WAYS]
     if unknown or "together" not in ways or len(set(ways)) != len(ways):
@@ -99,11 +98,10 @@ def check(
                 "batched_verification: expected a drafter of one chain per step, since the ways to score a batch are "
                 f"those of one, got drafter={cell.settings['drafter.name']}"
             )
-        if cell.num_requests < turns * max(sizes):
+        if cell.num_requests < turns:
             raise UsageError(
-                f"batched_verification: expected at least {turns * max(sizes)} requests, to fill a batch of "
-                f"{max(sizes)} in each of {turns} turns, got {cell.num_requests}: more prompts (prompts.limit) or "
-                "samples_per_prompt, fewer study.turns, or a smaller largest batch (grid.batch_size=[...])"
+                f"study.turns: expected at most as many turns as requests, which are decoded in parts, got {turns} turns "
+                f"and {cell.num_requests} requests (prompts.limit, samples_per_prompt)"
             )
 
 
@@ -399,6 +397,11 @@ def _markdown(table: pd.DataFrame, config: Mapping[str, Any], models: str, devic
         "intervals over prompts, differences paired by prompt. *Same tokens*: requests whose output is that of batch "
         "size 1."
     )
+    num_together = records[0]["requests"] // turns
+    if num_together < max(row[SIZE] for row in records):
+        head += (
+            f" A turn has about {num_together} requests: larger batches are not full, and say nothing of their size."
+        )
     how = (
         "Positions that the target computed per emitted token, and those that were computed for nothing: *rejected* "
         "drafts, *placeholders* in rows with fewer drafts than the longest, *unused*: not emitted because another row "

@@ -94,7 +94,7 @@ def test_a_run_whose_tokens_differ_keeps_its_table_and_figure(tmp_path, monkeypa
         (["grid.batch_size=[2,4]"], "1 among them"),
         (["verifier=rejection", "drafter=argmax"], "got rejection at temperature 0.7"),
         (["engine=auto"], "expected engine=live"),
-        (["grid.batch_size=[1,8]", "samples_per_prompt=1"], r"least 16 requests.*study\.turns.*grid\.batch_size"),
+        (["study.turns=7", "samples_per_prompt=1"], r"study\.turns: .* got 7 turns and 6 requests"),
         (["drafter=chains", "verifier=recursive", "sampling.temperature=0"], "one chain per step.* got drafter=chains"),
     ],
 )
@@ -110,3 +110,9 @@ def test_a_target_that_cannot_score_parts_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="expected a model with score_parts"):
         config.plan([*TOY, f"folder={tmp_path}"]).run()
     config.plan([*TOY, f"folder={tmp_path}", "study.ways=[together,slowest]"]).run()
+
+
+def test_batches_that_cannot_be_full_are_told(tmp_path):
+    shown = config.plan([*TOY, f"folder={tmp_path / 'a'}", "grid.batch_size=[1,16]"]).run()
+    assert "A turn has about 6 requests: larger batches are not full" in shown
+    assert "not full" not in config.plan([*TOY, f"folder={tmp_path / 'b'}"]).run()
