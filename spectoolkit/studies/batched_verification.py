@@ -100,7 +100,7 @@ def check(
             )
         if cell.num_requests < turns:
             raise UsageError(
-                f"study.turns: expected at most as many turns as requests, which are decoded in parts, got {turns} turns "
+                f"study.turns: expected at most as many turns as requests, which they share, got {turns} turns "
                 f"and {cell.num_requests} requests (prompts.limit, samples_per_prompt)"
             )
 
