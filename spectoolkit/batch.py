@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import Completion, DraftNoise, Proposal, Request, StepRecord, Uniforms, Verdict
-from spectoolkit.functional.noise import Role, chain_uniforms, position_keys, request_key, uniforms
+from spectoolkit.functional.noise import (
+    Role,
+    chain_uniforms,
+    position_keys,
+    request_key,
+    request_states,
+    step_noise,
+    uniforms,
+)
 from spectoolkit.functional.ragged import pad_rows
 from spectoolkit.interfaces import LanguageModel
 from spectoolkit.sampling import SamplingState
@@ -76,12 +84,19 @@ class Batch:
     def draft_noise(self) -> DraftNoise:
         """Noise of K positions, K the largest draft budget of the batch."""
         width = min(self._num_draft_tokens, max(row.remaining for row in self.rows) - 1)
-        return draft_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width, self._num_chains)
+        if self._num_chains is not None:
+            return draft_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width, self._num_chains)
+        self._step_noise = step_noise(self._request_states, self.sampling.num_tokens, width + 1)
+        found, keys = self._step_noise
+        return DraftNoise(found[:, Role.DRAFT, :width], keys[:, :width])
 
     def verify_noise(self, proposal: Proposal) -> Uniforms:
-        """The noise that judges `proposal`."""
+        """The noise that judges `proposal`, whose own was `draft_noise`."""
         width = proposal.tokens.shape[-1]
-        return verify_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width, proposal.num_chains)
+        if self._num_chains is not None:
+            return verify_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width, self._num_chains)
+        found, keys = self._step_noise
+        return Uniforms(found[:, Role.ACCEPT, :width], found[:, Role.EMIT, : width + 1], keys[:, : width + 1])
 
     def commit(self, proposal: Proposal, verdict: Verdict, keeps_law: bool) -> Tensor:
         """Take over a verdict: cut every block where its request ends, and record the step.
@@ -161,6 +176,7 @@ class Batch:
         )
         self._seeds = torch.tensor([r.seed for r in requests], device=device)
         self._request_keys = torch.tensor([request_key(r.id) for r in requests], device=device)
+        self._request_states = request_states(self._seeds, self._request_keys)
         last = [(output or prompt)[-1] for output, prompt in zip(outputs, self.prompts, strict=True)]
         self.last_tokens = torch.tensor(last, device=device)[:, None]
         self.draft_budget = self._draft_budget()

@@ -22,8 +22,12 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     `probs` are weights >= 0; they need not sum to 1. The id always has positive weight, at u = 0 and at the largest u
     below 1 as well. A row without positive weight, or with NaN, gives some id below V and leaves the others alone.
     """
-    # Two levels, because a float64 running sum over a whole vocabulary costs tens of times more than sums of chunks.
     vocab_size = probs.shape[-1]
+    if vocab_size <= _CHUNK:
+        goal = uniforms.to(torch.float64) * probs.sum(-1, dtype=torch.float64)
+        weights = probs.to(torch.float64)
+        return _first_above(weights.cumsum(-1), goal, weights)
+    # Two levels, because a float64 running sum over a whole vocabulary costs tens of times more than sums of chunks.
     width = min(_CHUNK, vocab_size)
     num_whole = vocab_size // width
     whole = probs[..., : num_whole * width].unflatten(-1, (num_whole, width))

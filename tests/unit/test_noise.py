@@ -9,7 +9,15 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from spectoolkit.functional.noise import Role, exponentials, position_keys, request_key, uniforms
+from spectoolkit.functional.noise import (
+    Role,
+    exponentials,
+    position_keys,
+    request_key,
+    request_states,
+    step_noise,
+    uniforms,
+)
 
 FALSE_ALARM = 1e-9
 MASK = (1 << 64) - 1
@@ -214,3 +222,12 @@ def test_shared_noise_is_positive_and_finite_at_the_extreme_bits(monkeypatch) ->
         numbers = exponentials(torch.tensor([3]), 4)
         assert (numbers > 0).all()
         assert numbers.isfinite().all()
+
+
+def test_the_noise_of_a_whole_step_is_that_of_its_parts() -> None:
+    seeds, keys = torch.tensor([0, -5, 2**62]), torch.tensor([7, request_key("a"), -1])
+    starts = torch.tensor([0, 11, 2**40])
+    found, shared = step_noise(request_states(seeds, keys), starts, 6)
+    for role in (Role.DRAFT, Role.ACCEPT, Role.EMIT):
+        assert torch.equal(found[:, role], uniforms(seeds, keys, starts, 6, role))
+    assert torch.equal(shared, position_keys(seeds, keys, starts, 6))
