@@ -39,6 +39,7 @@ def _run() -> None:
         config.check_launcher(overrides)
         config.check_overrides(overrides)
         if len(arguments) > len(overrides) and any(argument.startswith("worker=") for argument in overrides):
+            config.check_workers(overrides)
             spread = config.plan(config.of_the_study(next(config.points(overrides))))
     launched_by, launched_in = os.getpid(), os.getcwd()
 

@@ -9,6 +9,8 @@ import copy
 import importlib
 import importlib.util
 import itertools
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +28,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from spectoolkit import assembly
 from spectoolkit.assembly import GROUPS, Errors, Loaders, make_cell
@@ -120,6 +123,8 @@ def plan(overrides: Sequence[str] = ()) -> Plan:
     """
     if isinstance(overrides, str):
         raise UsageError(f"overrides: expected a list of texts, got one text; say plan([{overrides!r}])")
+    if not isinstance(overrides, Sequence) or not all(isinstance(override, str) for override in overrides):
+        raise UsageError(f"overrides: expected a list of texts, got {overrides!r}")
     compose_once = cache(_compose)  # most points of a grid differ in values only, and composing is slow
     base = _resolved(compose_once(tuple(overrides))[0], {})
     worker = base.pop("worker", None)
@@ -179,6 +184,8 @@ def register(group: str, name: str, part: Callable[..., Any], **settings: Any) -
         raise UsageError(f"group: expected one of {', '.join(GROUPS)}, got {group!r}")
     if (config_folder() / group / f"{name}.yaml").exists():
         raise UsageError(f"name: expected a new option of {group}, the toolkit has {name!r} already")
+    if not callable(part) or not hasattr(part, "__qualname__"):
+        raise UsageError(f"part: expected a class or function, got {part!r}")
     path = f"{part.__module__}.{part.__qualname__}"
     if getattr(sys.modules.get(part.__module__), part.__qualname__, None) is not part:
         raise UsageError(f"part: expected a class or function at the top level of its module, got {path}")
@@ -277,11 +284,12 @@ def option_names(group: str, overrides: Sequence[str] = ()) -> list[str]:
             for name in found(place, ObjectType.GROUP):
                 yield from below(f"{place}/{name}")
 
-        return sorted(name.removeprefix("/") for name in below(""))
+        # A name that cannot be said on a command line is no option.
+        return sorted(name.removeprefix("/") for name in below("") if re.fullmatch(r"[\w./%+@-]+", name))
 
 
 def check_launcher(overrides: Sequence[str]) -> None:
-    """Refuse a launcher whose package is not there.
+    """Refuse a launcher whose package is not there, or Slurm's where Slurm is not.
 
     Raises:
         UsageError: says what to install.
@@ -291,8 +299,30 @@ def check_launcher(overrides: Sequence[str]) -> None:
         extra = "ray" if name.startswith("ray") else "slurm" if name.startswith(("slurm", "submitit")) else None
         if key == "hydra/launcher" and extra is not None and not _is_installed(LAUNCHERS[extra]):
             raise UsageError(
-                f"{override}: expected an installed launcher, this one is not; pip install 'spectoolkit[{extra}]'"
+                f"{override}: expected an installed launcher, this one is not; in the toolkit's folder say "
+                f"pip install '.[{extra}]'"
             )
+        if key == "hydra/launcher" and name.startswith(("slurm", "submitit_slurm")) and shutil.which("srun") is None:
+            raise UsageError(f"{override}: expected a machine that can submit to Slurm, there is no srun on this one")
+
+
+def check_workers(overrides: Sequence[str]) -> None:
+    """Refuse a multirun over `worker` that is not over `worker` alone: all workers compute one study.
+
+    Raises:
+        UsageError: names what varies besides, or that nothing is left to run.
+    """
+    swept = list(points(overrides))
+    if not swept:
+        raise UsageError(f"worker: expected at least one, got none from {' '.join(overrides)}")
+    studies = {tuple(o for o in point if not o.startswith("worker=")) for point in swept}
+    if len(studies) > 1:
+        first, second = sorted(studies)[:2]
+        differing = sorted(set(first) ^ set(second))
+        raise UsageError(
+            f"worker: expected a multirun over worker alone, since all workers compute one study, got more: "
+            f"{', '.join(differing)} (a study's own axes are grid.KEY=[..])"
+        )
 
 
 def _is_installed(module: str) -> bool:
@@ -357,7 +387,7 @@ def _compose(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
         with open_dict(config):
             del config["hydra"]
         return config, {group: chosen[group] for group in GROUPS}
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
         if isinstance(error, UsageError):
             raise
         message = str(error).split("\nConfig search path:")[0].strip()

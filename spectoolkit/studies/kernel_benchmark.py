@@ -109,7 +109,7 @@ def prepare(device: str, interpret: bool) -> None:
         "Triton's interpreter, whose times say nothing"
     )
     if find_spec("triton") is None:
-        raise UsageError("kernel_benchmark: expected triton to be installed (pip install spectoolkit[gpu])")
+        raise UsageError("kernel_benchmark: expected triton to be installed (pip install .[gpu])")
     if device not in ("cuda", "cpu") or (device == "cpu") != interpret:
         raise UsageError(
             f"kernel_benchmark: expected study.device=cuda, or cpu with study.interpret=true, got {device!r} with "

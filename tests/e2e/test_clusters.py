@@ -72,9 +72,10 @@ def test_an_error_in_a_job_goes_back_as_one_message(tmp_path, monkeypatch):
     ("launcher", "extra"), [("submitit_slurm", "slurm"), ("slurm_gpu", "slurm"), ("ray", "ray"), ("ray_gpu", "ray")]
 )
 def test_a_launcher_that_is_not_installed_says_what_to_install(launcher, extra, monkeypatch):
+    monkeypatch.setattr(config.shutil, "which", lambda name: f"/usr/bin/{name}")  # Slurm is here
     config.check_launcher([f"hydra/launcher={launcher}", "hydra/launcher=basic", "drafter=argmax"])
     monkeypatch.setitem(config.LAUNCHERS, extra, "hydra_plugins.nowhere")
-    with pytest.raises(UsageError, match=rf"hydra/launcher={launcher}: .*pip install 'spectoolkit\[{extra}\]'"):
+    with pytest.raises(UsageError, match=rf"hydra/launcher={launcher}: .*pip install '\.\[{extra}\]'"):
         config.check_launcher([f"hydra/launcher={launcher}"])
     monkeypatch.setitem(config.LAUNCHERS, extra, "nowhere.at_all")
     with pytest.raises(UsageError, match="pip install"):
@@ -115,3 +116,25 @@ def test_a_worker_is_no_setting_of_the_study(tmp_path):
     assert "1 of 1 cells are missing" in alone.state()
     assert "acceptance length" in shared.run()
     assert "All 1 cells are done" in alone.state()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["worker=0,1", "seed=0,1"], r"over worker alone.*got more: seed=0, seed=1"),
+        (["worker=range(0)"], "worker: expected at least one, got none"),
+    ],
+)
+def test_workers_are_all_that_a_multirun_of_one_study_varies(overrides, message):
+    with pytest.raises(UsageError, match=message):
+        config.check_workers(overrides)
+    config.check_workers(["worker=0,1,2", "experiment=temperature_sweep", "grid.seed=[0,1]"])
+
+
+def test_slurm_is_asked_for_where_it_is(monkeypatch):
+    monkeypatch.setattr(config.shutil, "which", lambda name: None)
+    with pytest.raises(UsageError, match="expected a machine that can submit to Slurm, there is no srun"):
+        config.check_launcher(["hydra/launcher=slurm_gpu"])
+    monkeypatch.setattr(config.shutil, "which", lambda name: f"/usr/bin/{name}")
+    config.check_launcher(["hydra/launcher=slurm_gpu"])
+    config.check_launcher(["hydra/launcher=submitit_local"])

@@ -102,3 +102,15 @@ def test_the_package_imports_nothing_before_it_is_asked():
     assert "AttributeError: module 'spectoolkit' has no attribute 'nothing'" in done.stderr
     assert spectoolkit.plan is config.plan
     assert {getattr(spectoolkit, name).__name__ for name in spectoolkit.__all__} == {"plan", "read", "register"}
+
+
+@pytest.mark.parametrize("part", [3, "Squared", None])
+def test_what_is_no_class_is_refused(part):
+    with pytest.raises(UsageError, match="part: expected a class or function, got"):
+        config.register("drafter", "mine", part)
+
+
+@pytest.mark.parametrize("overrides", [[1], None, 3])
+def test_overrides_are_texts(overrides):
+    with pytest.raises(UsageError, match="overrides: expected a list of texts, got"):
+        config.plan(overrides)
