@@ -382,3 +382,15 @@ def test_a_changed_drafter_is_computed_again(monkeypatch):
     monkeypatch.setattr("spectoolkit.assembly.inspect.getsource", lambda cls: "changed")
     (after,) = config.plan(overrides).cells
     assert before.fingerprint != after.fingerprint
+
+
+def test_a_broken_file_in_a_folder_of_ones_own_is_named_and_odd_names_are_no_options(tmp_path):
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "broken.yaml").write_text("_target_: [")
+    (tmp_path / "drafter" / "a$b#{}.yaml").write_text("_target_: spectoolkit.drafters.NGramDrafter")
+    own = f"hydra.searchpath=[file://{tmp_path}]"
+    with pytest.raises(UsageError, match=r"broken\.yaml"):
+        config.plan([own, *TOY, "drafter=broken"])
+    found = config.option_names("drafter", [own])
+    assert "broken" in found
+    assert not any("$" in name for name in found)
