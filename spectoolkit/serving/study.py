@@ -62,8 +62,7 @@ def read(folder: str, num_draft_tokens: int | None) -> list[Predicted]:
 
 def _cell(row: Mapping[object, object], shown: list[str]) -> Predicted:
     numbers = {str(name): float(value) for name, value in row.items() if isinstance(value, (int, float))}
-    at = [name for name in numbers if name.startswith("accepted_at_") and not name.endswith("_conditional")]
-    numbers.setdefault(_K, float(sum(not math.isnan(numbers[name]) for name in at)))
+    numbers.setdefault(_K, float(sum(not math.isnan(numbers[name]) for name in text.position_names(numbers))))
     where = {heading: text.value_text(row[name]) for name, heading in text.headings(shown).items()}
     where |= {"lossless": text.value_text(bool(row["lossless"]))}
     return Predicted(where, numbers, math.isnan(numbers["acceptance_length_nominal"]))

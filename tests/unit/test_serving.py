@@ -16,10 +16,12 @@ import pytest
 
 from spectoolkit import metrics
 from spectoolkit.errors import UsageError
+from spectoolkit.report import tables
 from spectoolkit.serving import command, definitions, llamacpp, sglang, vllm
+from spectoolkit.serving import study as serving_study
 from spectoolkit.serving.counts import pooled, recover_drafts
 from spectoolkit.studies import accounting
-from tests.helpers.fake_rows import simulate
+from tests.helpers.fake_rows import cells, simulate
 
 K = 4
 
@@ -374,6 +376,17 @@ def test_predicted_cells_stand_beside_the_served_figures_by_the_same_definition(
     assert gap["length"] == pytest.approx(served["value"]["length"] - one["length"])
     assert served["num_lines"].tolist() == [len(OTHER) + 2] * len(served)
     assert set(served["obtained"]) == {"counts"}
+
+
+def test_a_table_as_it_is_written_today_says_its_k(tmp_path):
+    """Fails when the intervals of the rates by position are counted as positions."""
+    made = cells((0.7,), ("argmax", "ngram"), ("rejection",), num_clusters=4, tokens=16)
+    tables.write(tables.build(made, ["drafter"], num_resamples=20), tmp_path, "made")
+    read = serving_study.read(str(tmp_path), 4)
+    assert [cell.numbers["num_draft_tokens"] for cell in read] == [4, 4]
+    numbers = read[0].numbers
+    assert "accepted_at_1_low" in numbers
+    assert definitions.slots(numbers) == pytest.approx(definitions.accepted_per_draft(numbers) / 4)
 
 
 def test_the_predicted_figures_are_ours_where_ours_has_a_column():
