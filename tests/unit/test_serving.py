@@ -124,6 +124,78 @@ def test_few_drafts_are_recovered_exactly_and_many_up_to_what_rounding_leaves():
         recover_drafts(10, 20, 3.0, [0.9, 0.1], 2)
 
 
+def test_as_many_drafts_as_no_memory_holds_are_bounded():
+    """Fails when every possible number of drafts is tried, or when the sums are not looked at."""
+    drafts, ratios = recover_drafts(2 * 10**14, 4 * 10**14, 2.0, [0.9, 0.6, 0.4, 0.1], 4)
+    assert drafts.value == 10**14
+    assert 0 < drafts.high - drafts.low < 0.01 * drafts.value
+    assert ratios[0].numerator.value == pytest.approx(0.9e14)
+    assert recover_drafts(0, 10**14, 0.0, [0.0], None)[0].high == 10**14
+    for accepted, mean, rates in ((2 * 10**14, 2.0, [0.9, 0.6, 0.4, 0.3]), (10**14, 1.5, [1.5]), (0, 1.0, [0.0])):
+        with pytest.raises(UsageError, match="expected figures that fit together"):
+            recover_drafts(accepted, 4 * 10**14, mean, rates, None)
+
+
+def spoilt(line, old, new):
+    assert old in line
+    return line.replace(old, new)
+
+
+IMPOSSIBLE = [
+    (vllm, v1_line([(4, 2)] * 100, form="first").replace("Accepted: 200", "Accepted: 9122"), "got 9122 accepted .*400"),
+    (vllm, v1_line([(4, 2)] * 100).replace("Accepted: 200", "Accepted: 9122"), "got 9122 accepted tokens, 400 drafted"),
+    (vllm, v1_line([(4, 2)] * 100).replace("Accepted: 200", "Accepted: " + "9" * 5000), "at most 15 digits"),
+    (vllm, v1_line([(4, 2)] * 100).replace("Accepted: 200", "Accepted: 123"), "fit together, got 123 accepted of 400"),
+    (vllm, v1_line([(4, 1)] * 9).replace("1.000, 0.000", "1.900, 0.000").replace("h: 2.00", "h: 2.90")
+     .replace("Accepted: 9 ", "Accepted: 17 "), "fit together"),
+    (vllm, v0_line(90, 80, 50), "got 90 accepted tokens, 80 draft tokens"),
+    (vllm, v0_line(40, 80, 101), "emitted tokens times K"),
+    (vllm, v0_line(40, 80, 50).replace("speculative tokens: 4", "speculative tokens: 0"), "at least 1, got 0"),
+    (sglang, "{'completion_tokens': " + "9" * 400 + ", 'spec_verify_ct': 2}\n", "at most 15 digits"),
+    (sglang, 'sglang:spec_accept_length{tp_rank="0"} NaN\n', "between 0 and 1e\\+15, got NaN"),
+    (llamacpp, "draft acceptance rate = 0.5 (   91 accepted /    40 generated)\n", "got 91 .*, 40 generated"),
+    (llamacpp, "draft acceptance = 0.5 (1 accepted / 4 generated), mean len = 1.50\nacc per pos = (0.5.1)\n", "0.5.1"),
+    (llamacpp, "n_drafted = 40\nn_accept = 91\naccept    = 50.000%\n", "got 91 n_accept, 40 n_drafted"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reader", "shown", "message"), IMPOSSIBLE)
+def test_impossible_figures_are_refused_by_their_line(reader, shown, message):
+    """Fails when a rate above 1 is reported as counted, or a damaged number ends in a traceback."""
+    lines = [*OTHER, *shown.splitlines(keepends=True)]
+    with pytest.raises(UsageError, match=rf"log, line [456]: expected .*{message}"):
+        reader.read(lines)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("_drafts_total{L} 50.0", "_drafts_total{L} abc", "line 3: expected a value between 0 and .*, got abc"),
+        ("_drafts_total{L} 50.0", "_drafts_total{L} +Inf", "got [+]Inf"),
+        ("_drafts_total{L} 50.0", "_drafts_total{L} NaN", "got NaN"),
+        ("_drafts_total{L} 50.0", "_drafts_total{L} -50.0", "got -50"),
+        (',position="1"', ',position="x"', "line 10: expected a label position of 0 to 1023, got 'x'"),
+        (',position="1"', ',position="-1"', "got '-1'"),
+        (',position="1"', ',position="1024"', "got '1024'"),
+        (',position="1"', ',position="99999999"', "got '99999999'"),
+        (',position="1"', "", "got none"),
+        ("_draft_tokens_total{L} 200.0", "_draft_tokens_total{L} 20.0", "up to line 12: .*accepted tokens, 20 draft"),
+        ("_drafts_total{L} 50.0", "_drafts_total{L} 5.0", "accepted at a position, 5 drafts"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["vllm", "llamacpp"])
+def test_damaged_counters_are_refused_by_their_line(prefix, old, new, message):
+    labels = 'engine="0",model_name="a, \\"b\\" {c}"'
+    whole = counters(drafts_of(0, 50), prefix=prefix)
+    damaged = spoilt(whole, old.replace("L", labels), new.replace("L", labels)).splitlines(keepends=True)
+    reader = {"vllm": vllm, "llamacpp": llamacpp}[prefix]
+    with pytest.raises(UsageError, match=f"log, .*{message}"):
+        reader.read(damaged)
+    if "between 0" in message:
+        with pytest.raises(UsageError, match=f"before, .*{message}"):
+            reader.read(whole.splitlines(keepends=True), damaged)
+
+
 def test_an_interval_without_an_accepted_token_counts():
     none, some = [(K, 0)] * 5, [(K, 2)] * 5
     assert values(vllm.read([v1_line(none), v1_line(some)]))["length"] == 2.0
