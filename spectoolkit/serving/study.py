@@ -39,6 +39,11 @@ def read(folder: str, num_draft_tokens: int | None) -> list[Predicted]:
         UsageError: no study's table there, or no cell of that K.
     """
     path = Path(folder) / "table.csv"
+    if not path.exists() and path.with_name("manifest.json").exists():  # single cells and `cases=` leave no table
+        raise UsageError(
+            f"study: expected a study's folder with a table.csv, got {folder} without one; `spectoolkit report "
+            f"study={folder}` makes it from the cells: then study={path.parent / 'report'}"
+        )
     try:
         table = pd.read_csv(path)
     except (OSError, ValueError) as error:

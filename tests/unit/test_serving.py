@@ -490,9 +490,16 @@ def test_compressed_and_coloured_logs_are_read(tmp_path):
     line = v1_line(drafts).replace("INFO", "\x1b[32mINFO\x1b[0m").replace("Accepted: ", "Accepted: \x1b[1m")
     whole = gzip.compress("".join([line, *OTHER]).encode())
     (tmp_path / "serve.log.gz").write_bytes(whole)
-    assert "vLLM, log" in command.run(["vllm", str(tmp_path / "serve.log.gz")])
+    shown = command.run(["vllm", str(tmp_path / "serve.log.gz")])
+    assert "vLLM, log" in shown
+    assert "cut off" not in shown
     (tmp_path / "short.gz").write_bytes(whole[:-4])  # still being written
-    assert "vLLM, log" in command.run(["vllm", str(tmp_path / "short.gz")])
+    shown = command.run(["vllm", str(tmp_path / "short.gz"), f"folder={tmp_path}"])
+    assert "vLLM, log" in shown
+    assert "\n\nshort.gz is cut off: what could be unpacked was read.\n" in (tmp_path / "table.md").read_text()
+    (tmp_path / "empty.gz").write_bytes(whole[:12])
+    with pytest.raises(UsageError, match=r"nothing was drafted\. empty\.gz is cut off"):
+        command.run(["vllm", str(tmp_path / "empty.gz")])
     (tmp_path / "broken.gz").write_bytes(whole[:2] + bytes([9]) + whole[3:])
     with pytest.raises(UsageError, match="expected an intact gzip file"):
         command.run(["vllm", str(tmp_path / "broken.gz")])
@@ -512,6 +519,7 @@ def test_compressed_and_coloured_logs_are_read(tmp_path):
         (["sglang", "{other}"], "Decode batch .*accept len"),
         (["llamacpp", "{other}"], "draft acceptance rate = .*n_drafted"),
         (["vllm", "{log}", "study={missing}"], "expected a study's folder with a table.csv"),
+        (["vllm", "{log}", "study={bare}"], "`spectoolkit report study=.*bare` makes it .* study=.*bare/report"),
         (["vllm", "{log}", "study={cells}"], "expected cells with K = 4, which was served, got 2"),
         (["vllm", "{log}", "before={log}"], "expected an earlier metrics dump beside a metrics dump"),
     ],
@@ -519,11 +527,14 @@ def test_compressed_and_coloured_logs_are_read(tmp_path):
 def test_what_is_not_understood_is_refused_by_name(arguments, message, tmp_path):
     (tmp_path / "log").write_text(v1_line(drafts_of(0, 40)))
     (tmp_path / "other").write_text("".join(OTHER))
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "manifest.json").write_text("{}")
     study(tmp_path / "cells")
     table = pd.read_csv(tmp_path / "cells" / "table.csv")
     table[table["num_draft_tokens"] == 2].to_csv(tmp_path / "cells" / "table.csv", index=False)
     filled = [
-        argument.format(**{n: tmp_path / n for n in ("log", "other", "cells", "missing")}) for argument in arguments
+        argument.format(**{n: tmp_path / n for n in ("log", "other", "cells", "bare", "missing")})
+        for argument in arguments
     ]
     with pytest.raises(UsageError, match=message):
         command.run(filled)
