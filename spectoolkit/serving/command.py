@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spectoolkit.errors import UsageError
 from spectoolkit.serving import llamacpp, sglang, study, table, vllm
 from spectoolkit.serving.counts import pooled
@@ -38,8 +40,11 @@ def run(arguments: list[str]) -> str:
     source = Source(path)
     before = Source(settings["before"]) if "before" in settings else None
     served = FORMATS[name].read(source, before)
+    cut = [f"{s.path.name} is cut off: what could be unpacked was read." for s in (source, before) if s and s.is_cut]
     if not served.readings:
-        raise UsageError(f"log: expected {FORMATS[name].LOOKED_FOR}; {path} has none, or nothing was drafted")
+        words = f"{path} has none, or nothing was drafted"
+        raise UsageError(". ".join([f"log: expected {FORMATS[name].LOOKED_FOR}; {words}", *cut]))
+    served = replace(served, notes=(*served.notes, *cut))
     figures = pooled(served)
     cells = study.read(settings["study"], served.num_draft_tokens) if "study" in settings else []
     shown = table.markdown(served, figures, source, cells, settings.get("study", ""))

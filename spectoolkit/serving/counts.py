@@ -13,6 +13,8 @@ from spectoolkit.errors import UsageError
 
 MIN_READINGS = 10  # fewer give no interval
 _EPSILON = 1e-9  # of comparisons with a rounded decimal
+_MAX_CANDIDATES = 1_000_000  # numbers of drafts, times positions, that are tried one by one
+_MAX_DIGITS = 15  # such counts are floats exactly
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,35 @@ def _pool(definition: Definition, ratios: Sequence[Ratio]) -> Figure:
     )
 
 
+def count(digits: str, line: int) -> int:
+    """The count that stands as `digits` in the log's line of that number.
+
+    Raises:
+        UsageError: more digits than any server counts to.
+    """
+    if len(digits) > _MAX_DIGITS:
+        raise UsageError(f"log, line {line}: expected counts of at most {_MAX_DIGITS} digits, got {digits[:40]}")
+    return int(digits)
+
+
+def check_part(part: float, whole: float, words: tuple[str, str], where: str) -> None:
+    """Refuse counts of which the part is larger than the whole.
+
+    Args:
+        part, whole: counts.
+        words: what they count.
+        where: source and line.
+
+    Raises:
+        UsageError: as said.
+    """
+    if part > whole:
+        raise UsageError(
+            f"{where}: expected at most as many {words[0]} as {words[1]}, got {part:.0f} {words[0]}, "
+            f"{whole:.0f} {words[1]}"
+        )
+
+
 def counted_ratios(drafts: Bounded | None, drafted: float, accepted: float, at: Sequence[Ratio]) -> dict[str, Ratio]:
     """The ratios of `definitions.counted`; without `drafts` only the rate is known."""
     ratios = {"rate": Ratio(exact(accepted), exact(drafted))}
@@ -170,20 +201,27 @@ def counted_ratios(drafts: Bounded | None, drafted: float, accepted: float, at: 
 
 
 def recover_drafts(
-    accepted: int, drafted: int, mean: float, rates: Sequence[float], num_draft_tokens: int | None = None
+    accepted: int,
+    drafted: int,
+    mean: float,
+    rates: Sequence[float],
+    num_draft_tokens: int | None = None,
+    where: str = "log",
 ) -> tuple[Bounded, list[Ratio]]:
     """How many drafts were verified, from figures that were divided by it and rounded.
 
     A number N of drafts is possible where accepted / N rounds to `mean` (two decimals) and there are whole numbers
     n_i = N rate_i, up to the rounding of the rates (three decimals), that can add up to `accepted`; drafts of at most
     K tokens need N >= drafted / K. Often one N is left. Otherwise the value is drafted / K if that is possible (all
-    drafts full), else the middle one of the possible ones.
+    drafts full), else the middle one of the possible ones. With more than a million candidates, times positions, whole
+    numbers are not looked for: N lies where the mean and the sum of the rates allow it.
 
     Args:
         accepted, drafted: tokens.
         mean: accepted tokens per draft, without the target's own token.
         rates: share of drafts of which at least i tokens were accepted; may be empty.
         num_draft_tokens: K; None where drafts may be longer than there are rates.
+        where: source and line, for the error.
 
     Returns:
         The number of drafts, and per position what it adds to the rate there.
@@ -197,19 +235,27 @@ def recover_drafts(
     else:
         low = max(least, math.floor(accepted / (mean + 0.005)))
         high = math.ceil(accepted / (mean - 0.005)) if mean > 0.005 else max(least, drafted)
+    full = drafted / num_draft_tokens if num_draft_tokens else math.nan
+    misfit = UsageError(
+        f"{where}: expected figures that fit together, got {accepted} accepted of {drafted} draft tokens, "
+        f"{mean:.2f} accepted per draft and the rates by position {', '.join(f'{rate:.3f}' for rate in rates)}"
+    )
+    if (high - low + 1) * max(1, len(rates)) > _MAX_CANDIDATES:
+        low, high = _where_rates_add_up(low, high, accepted, rates)
+        value = full if low <= full <= high and full.is_integer() else (low + high) // 2
+        if low > high or abs(accepted / value - mean) > 0.005 + _EPSILON or max(rates, default=0.0) > 1:
+            raise misfit
+        at = [Ratio(rounded(rate, 0.0005, value), exact(value)) for rate in rates]
+        return Bounded(float(value), float(low), float(high)), at
     possible = np.arange(low, high + 1)
     fits = np.abs(accepted / possible - mean) <= 0.005 + _EPSILON
     fewest = np.ceil(np.outer(possible, np.asarray(rates) - 0.0005) - _EPSILON).clip(min=0)
-    most = np.floor(np.outer(possible, np.asarray(rates) + 0.0005) + _EPSILON)
+    most = np.floor(np.outer(possible, np.asarray(rates) + 0.0005) + _EPSILON).clip(max=possible[:, None])
     if len(rates):
         fits &= (fewest <= most).all(1) & (fewest.sum(1) <= accepted) & (accepted <= most.sum(1))
     possible = possible[fits]
     if not len(possible):
-        raise UsageError(
-            f"log: expected figures that fit together, got {accepted} accepted of {drafted} draft tokens, "
-            f"{mean:.2f} accepted per draft and the rates by position {', '.join(f'{rate:.3f}' for rate in rates)}"
-        )
-    full = drafted / num_draft_tokens if num_draft_tokens else math.nan
+        raise misfit
     value = float(full if full in possible else possible[len(possible) // 2])
     if len(possible) > 1:
         at = [Ratio(rounded(rate, 0.0005, value), exact(value)) for rate in rates]
@@ -219,6 +265,14 @@ def recover_drafts(
         for rate, down, up in zip(rates, fewest[fits][0], most[fits][0], strict=True)
     ]
     return exact(value), at
+
+
+def _where_rates_add_up(low: int, high: int, accepted: int, rates: Sequence[float]) -> tuple[int, int]:
+    """The part of low..high in which N Σ rates is `accepted`, up to the rounding of the rates."""
+    least, most = sum(max(0.0, rate - 0.0005) for rate in rates), sum(rate + 0.0005 for rate in rates)
+    if rates:
+        low = max(low, math.floor(accepted / most))
+    return low, min(high, math.ceil(accepted / least)) if least else high
 
 
 def _divide(numerator: float, denominator: float) -> float:

@@ -17,7 +17,17 @@ from collections.abc import Iterable, Sequence
 
 from spectoolkit.errors import UsageError
 from spectoolkit.serving import definitions, prometheus
-from spectoolkit.serving.counts import Definition, Ratio, Reading, Served, counted_ratios, exact, recover_drafts
+from spectoolkit.serving.counts import (
+    Definition,
+    Ratio,
+    Reading,
+    Served,
+    check_part,
+    count,
+    counted_ratios,
+    exact,
+    recover_drafts,
+)
 from spectoolkit.serving.source import time_of
 
 LOOKED_FOR = (
@@ -64,21 +74,26 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
     Raises:
         UsageError: no line of those that are looked for, lines of several kinds, or figures that do not fit together.
     """
-    requests: list[tuple[str | None, int, int, float | None, list[float]]] = []
+    requests: list[tuple[str | None, str, int, int, float | None, list[float]]] = []
     runs: list[dict[str, int]] = []
     run: dict[str, int] = {}
     metrics = prometheus.Scrapes("llamacpp", prometheus.COUNTERS)
     notes = []
-    for line in lines:
+    for number, line in enumerate(lines, 1):
+        where = f"log, line {number}"
         if match := _REQUEST.search(line):
             mean = float(match[3]) if match[3] else None
-            requests.append((time_of(line), int(match[1]), int(match[2]), mean, _numbers(match[4])))
-        elif (match := _RATES.search(line)) and requests and not requests[-1][4]:
-            requests[-1] = (*requests[-1][:4], _numbers(match[1]))
+            accepted, drafted = count(match[1], number), count(match[2], number)
+            check_part(accepted, drafted, ("accepted tokens", "generated tokens"), where)
+            requests.append((time_of(line), where, accepted, drafted, mean, _numbers(match[4], where)))
+        elif (match := _RATES.search(line)) and requests and not requests[-1][5]:
+            requests[-1] = (*requests[-1][:5], _numbers(match[1], where))
         elif match := _EXAMPLE.search(line):
-            run[match[1]] = int(match[2])
+            run[match[1]] = count(match[2], number)
         elif _EXAMPLE_END.search(line):
-            runs += [run] if {"n_drafted", "n_accept"} <= run.keys() else []
+            if {"n_drafted", "n_accept"} <= run.keys():
+                check_part(run["n_accept"], run["n_drafted"], ("n_accept", "n_drafted"), where)
+                runs.append(run)
             run = {}
         elif _WHOLE_DRAFTS_ONLY in line and not notes:
             notes.append(
@@ -86,7 +101,7 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
                 "leaves them out of its counts, so that these figures are too high."
             )
         else:
-            metrics.add(line)
+            metrics.add(line, number)
     if sum(map(bool, (requests, runs, metrics.scrapes))) > 1:
         raise UsageError("log: expected lines of one kind, got several of: requests, runs of the examples, counters")
     if before is not None and not metrics.scrapes:
@@ -97,7 +112,7 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
             "llama.cpp, speculative example", "runs", _EXAMPLE_DEFINITIONS, tuple(readings), None, tuple(notes)
         )
     if requests:
-        readings = [_request_reading(*request) for request in requests if request[2]]
+        readings = [_request_reading(*request) for request in requests if request[3]]
         engine, unit = "llama.cpp server, log", "requests"
         without = sum("length" not in reading.ratios for reading in readings)
         if without:
@@ -105,6 +120,7 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
                 f"{without} of {len(readings)} requests were logged without a mean length (older releases print none)."
             )
     else:
+        metrics.check()
         readings = prometheus.readings(prometheus.since(metrics.scrapes, "llamacpp", before))
         engine, unit = "llama.cpp server, counters", "scrapes"
     described = definitions.counted(_LABELS, prometheus.num_positions(readings))
@@ -112,11 +128,11 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
 
 
 def _request_reading(
-    time: str | None, accepted: int, drafted: int, mean: float | None, rates: Sequence[float]
+    time: str | None, where: str, accepted: int, drafted: int, mean: float | None, rates: Sequence[float]
 ) -> Reading:
     if mean is None:
         return Reading(counted_ratios(None, drafted, accepted, []), time)
-    drafts, at = recover_drafts(accepted, drafted, mean - 1, rates)
+    drafts, at = recover_drafts(accepted, drafted, mean - 1, rates, where=where)
     return Reading(counted_ratios(drafts, drafted, accepted, at), time)
 
 
@@ -128,5 +144,8 @@ def _run_ratios(counts: dict[str, int]) -> dict[str, Ratio]:
     return ratios
 
 
-def _numbers(text: str | None) -> list[float]:
-    return [float(part) for part in (text or "").split(",") if part.strip()]
+def _numbers(text: str | None, where: str) -> list[float]:
+    try:
+        return [float(part) for part in (text or "").split(",") if part.strip()]
+    except ValueError as error:
+        raise UsageError(f"{where}: expected rates by position, got {text}") from error

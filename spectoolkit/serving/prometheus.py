@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from spectoolkit.errors import UsageError
-from spectoolkit.serving.counts import Ratio, Reading, counted_ratios, exact
+from spectoolkit.serving.counts import Ratio, Reading, check_part, counted_ratios, exact
 
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 _POSITION = "position"
+_MAX_POSITIONS = 1024
+_MAX_VALUE = 1e15
 
 Series = tuple[str, frozenset[tuple[str, str]]]
 Scrape = Mapping[Series, float]
@@ -27,21 +29,47 @@ COUNTERS = (
 class Scrapes:
     """Collects samples line by line; a series that comes again begins the next scrape."""
 
-    def __init__(self, prefix: str, names: Sequence[str]) -> None:
+    def __init__(self, prefix: str, names: Sequence[str], source: str = "log") -> None:
         alternatives = "|".join(names)
         # A last line without its end may be cut within the number.
         self._sample = re.compile(rf"{prefix}:({alternatives})(?:_total)?(\{{.*\}})?[ \t]+([^\s]+)(?: [^\n]*)?\n")
+        self._source = source
+        self._last_lines: list[int] = []  # of each scrape
         self.scrapes: list[dict[Series, float]] = []
 
-    def add(self, line: str) -> None:
-        """Take a sample from the line, if it is one."""
+    def add(self, line: str, number: int) -> None:
+        """Take a sample from the line of that number, if it is one.
+
+        Raises:
+            UsageError: a value that is no count, or a position that is none.
+        """
         found = self._sample.fullmatch(line)
         if not found:
             return
+        where = f"{self._source}, line {number}"
         series = (found[1], frozenset(_LABEL.findall(found[2] or "")))
+        if found[1] == COUNTERS[3]:
+            _check_position(dict(series[1]).get(_POSITION), where)
+        value = _value(found[3], where)
         if not self.scrapes or series in self.scrapes[-1]:
             self.scrapes.append({})
-        self.scrapes[-1][series] = float(found[3])
+            self._last_lines.append(number)
+        self.scrapes[-1][series] = value
+        self._last_lines[-1] = number
+
+    def check(self) -> None:
+        """Refuse counters that contradict each other.
+
+        Raises:
+            UsageError: more accepted than draft tokens, or more of them at a position than drafts.
+        """
+        for scrape, number in zip(self.scrapes, self._last_lines, strict=True):
+            where = f"{self._source}, scrape up to line {number}"
+            drafts, drafted, accepted = (total(scrape, name) for name in COUNTERS[:3])
+            if drafted is not None and accepted is not None:
+                check_part(accepted, drafted, ("accepted tokens", "draft tokens"), where)
+            if drafts is not None:
+                check_part(max(by_position(scrape), default=0.0), drafts, ("accepted at a position", "drafts"), where)
 
 
 def increments(counters: Sequence[Scrape]) -> list[dict[Series, float]]:
@@ -63,13 +91,13 @@ def since(scrapes: Sequence[Scrape], prefix: str, before: Iterable[str] | None) 
     """The increments of `scrapes`; those of the last scrape in the lines `before`, where given, are subtracted.
 
     Raises:
-        UsageError: `before` holds no counter.
+        UsageError: `before` holds no counter, or a damaged one.
     """
     if before is None:
         return increments(scrapes)
-    earlier = Scrapes(prefix, COUNTERS)
-    for line in before:
-        earlier.add(line)
+    earlier = Scrapes(prefix, COUNTERS, "before")
+    for number, line in enumerate(before, 1):
+        earlier.add(line, number)
     if not earlier.scrapes:
         raise UsageError(f"before: expected counters {prefix}:{COUNTERS[1]} and others, found none")
     return increments([earlier.scrapes[-1], *scrapes])[1:]
@@ -106,6 +134,22 @@ def readings(counters: Iterable[Scrape]) -> list[Reading]:
 def num_positions(found: Sequence[Reading]) -> int:
     """The largest number of positions among readings."""
     return max((sum(key.startswith("position_") for key in reading.ratios) for reading in found), default=0)
+
+
+def _value(shown: str, where: str) -> float:
+    try:
+        value = float(shown)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= _MAX_VALUE:  # not a number fails, too
+        raise UsageError(f"{where}: expected a value between 0 and {_MAX_VALUE:g}, got {shown[:40]}")
+    return value
+
+
+def _check_position(shown: str | None, where: str) -> None:
+    if shown is None or not re.fullmatch(r"[0-9]{1,4}", shown) or int(shown) >= _MAX_POSITIONS:
+        got = "none" if shown is None else repr(shown[:40])
+        raise UsageError(f"{where}: expected a label {_POSITION} of 0 to {_MAX_POSITIONS - 1}, got {got}")
 
 
 def _process(series: Series) -> frozenset[tuple[str, str]]:

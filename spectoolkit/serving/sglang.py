@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from spectoolkit.errors import UsageError
 from spectoolkit.serving import definitions, prometheus
-from spectoolkit.serving.counts import Definition, Ratio, Reading, Served, exact, rounded
+from spectoolkit.serving.counts import Definition, Ratio, Reading, Served, count, exact, rounded
 from spectoolkit.serving.source import time_of
 
 LOOKED_FOR = (
@@ -58,7 +58,7 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
     """A log or a metrics dump of SGLang.
 
     Raises:
-        UsageError: no line of those that are looked for, or `before`: gauges cannot be subtracted.
+        UsageError: no line of those that are looked for, a damaged number, or `before`: gauges cannot be subtracted.
     """
     if before is not None:
         raise UsageError("before: SGLang has gauges, not counters; there is nothing to subtract")
@@ -67,20 +67,20 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
     gauges = prometheus.Scrapes("sglang", _GAUGES)
     n: int | None = None
     is_chain = False
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         if match := _DECODE.search(line):
             # A line may come when the last of its requests has just left.
-            weight, rate = max(1, int(match[1])), match[3]
+            weight, rate = max(1, count(match[1], number)), match[3]
             batches.append((time_of(line), weight, float(match[2]), None if rate is None else float(rate)))
         elif (steps := _VERIFICATIONS.search(line)) and (tokens := _COMPLETION.search(line)):
-            if int(steps[1]):
-                requests.append((time_of(line), int(tokens[1]), int(steps[1])))
+            if num_steps := count(steps[1], number):
+                requests.append((time_of(line), count(tokens[1], number), num_steps))
         elif match := _NUM_DRAFT_TOKENS.search(line):
-            n = int(match[1])
+            n = count(match[1], number)
             topk = _TOPK.search(line)
             is_chain = topk is not None and topk[1] == "1"
         else:
-            gauges.add(line)
+            gauges.add(line, number)
     if batches:
         half, pairs = 0.005, [(length, rate) for _, _, length, rate in batches if rate is not None]
     else:

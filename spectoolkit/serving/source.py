@@ -27,6 +27,7 @@ class Source:
         path: of the file.
         sha256: of its bytes.
         num_lines: read so far.
+        is_cut: whether a gzip file was found to end too early; known once its lines were read.
 
     Raises:
         UsageError: a file that cannot be read.
@@ -35,6 +36,7 @@ class Source:
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.num_lines = 0
+        self.is_cut = False
         try:
             with self.path.open("rb") as file:
                 self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -50,7 +52,7 @@ class Source:
                     self.num_lines += 1
                     yield _COLOUR.sub("", line.decode("utf-8", errors="replace").replace("\r", ""))
             except EOFError:
-                return  # still being compressed: what is there counts
+                self.is_cut = True  # still being compressed, or copied in part: what is there counts
             except (gzip.BadGzipFile, zlib.error) as error:
                 raise UsageError(f"log: expected an intact gzip file, got {self.path} ({error})") from error
 

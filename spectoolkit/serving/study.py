@@ -39,6 +39,11 @@ def read(folder: str, num_draft_tokens: int | None) -> list[Predicted]:
         UsageError: no study's table there, or no cell of that K.
     """
     path = Path(folder) / "table.csv"
+    if not path.exists() and path.with_name("manifest.json").exists():  # single cells and `cases=` leave no table
+        raise UsageError(
+            f"study: expected a study's folder with a table.csv, got {folder} without one; `spectoolkit report "
+            f"study={folder}` makes it from the cells: then study={path.parent / 'report'}"
+        )
     try:
         table = pd.read_csv(path)
     except (OSError, ValueError) as error:
@@ -62,8 +67,7 @@ def read(folder: str, num_draft_tokens: int | None) -> list[Predicted]:
 
 def _cell(row: Mapping[object, object], shown: list[str]) -> Predicted:
     numbers = {str(name): float(value) for name, value in row.items() if isinstance(value, (int, float))}
-    at = [name for name in numbers if name.startswith("accepted_at_") and not name.endswith("_conditional")]
-    numbers.setdefault(_K, float(sum(not math.isnan(numbers[name]) for name in at)))
+    numbers.setdefault(_K, float(sum(not math.isnan(numbers[name]) for name in text.position_names(numbers))))
     where = {heading: text.value_text(row[name]) for name, heading in text.headings(shown).items()}
     where |= {"lossless": text.value_text(bool(row["lossless"]))}
     return Predicted(where, numbers, math.isnan(numbers["acceptance_length_nominal"]))

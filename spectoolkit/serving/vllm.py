@@ -15,7 +15,17 @@ from collections.abc import Iterable, Sequence
 
 from spectoolkit.errors import UsageError
 from spectoolkit.serving import definitions, prometheus
-from spectoolkit.serving.counts import Definition, Ratio, Reading, Served, counted_ratios, exact, recover_drafts
+from spectoolkit.serving.counts import (
+    Definition,
+    Ratio,
+    Reading,
+    Served,
+    check_part,
+    count,
+    counted_ratios,
+    exact,
+    recover_drafts,
+)
 from spectoolkit.serving.source import time_of
 
 LOOKED_FOR = (
@@ -76,16 +86,16 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
     v0: list[tuple[str | None, list[int]]] = []
     metrics = prometheus.Scrapes("vllm", prometheus.COUNTERS)
     num_incomplete = 0
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         if _V1 in line:
-            found = _v1(line)
+            found = _v1(line, number)
             if isinstance(found, tuple):
                 v1.append(found)
             num_incomplete += found is None
         elif match := _V0.search(line):
-            v0.append((time_of(line), [int(group) for group in match.groups()]))
+            v0.append((time_of(line), _v0(match, number)))
         else:
-            metrics.add(line)
+            metrics.add(line, number)
     kinds = [bool(v1), bool(v0), any(_is_drafting(scrape) for scrape in metrics.scrapes)]
     if sum(kinds) > 1:
         raise UsageError(
@@ -98,15 +108,28 @@ def read(lines: Iterable[str], before: Iterable[str] | None = None) -> Served:
         return _served_v1(v1, num_incomplete)
     if v0:
         return _served_v0(v0)
+    metrics.check()
     return _served_counters(metrics.scrapes, before)
 
 
-def _v1(line: str) -> tuple[Reading, bool | None, int | None] | bool | None:
+def _v0(match: re.Match[str], number: int) -> list[int]:
+    """K, and accepted, drafted and emitted tokens since the start."""
+    k, accepted, drafted, emitted = (count(group, number) for group in match.groups())
+    where = f"log, line {number}"
+    if drafted and not k:
+        raise UsageError(f"{where}: expected a number of speculative tokens of at least 1, got 0")
+    check_part(accepted, drafted, ("accepted tokens", "draft tokens"), where)
+    check_part(emitted * k, drafted * (k + 1), ("emitted tokens times K", "draft tokens times K + 1"), where)
+    return [k, accepted, drafted, emitted]
+
+
+def _v1(line: str, number: int) -> tuple[Reading, bool | None, int | None] | bool | None:
     """A reading, whether its length has the bonus, and K; None for a line that breaks off, False where none drafted."""
     accepted, drafted = _ACCEPTED.search(line), _DRAFTED.search(line)
     if not accepted or not drafted:
         return None
-    num_accepted, num_drafted = int(accepted[1]), int(drafted[1])
+    num_accepted, num_drafted, where = count(accepted[1], number), count(drafted[1], number), f"log, line {number}"
+    check_part(num_accepted, num_drafted, ("accepted tokens", "drafted tokens"), where)
     if not num_drafted:
         return False
     if "acceptance length" not in line:
@@ -117,7 +140,7 @@ def _v1(line: str) -> tuple[Reading, bool | None, int | None] | bool | None:
     rates = [float(rate) for rate in by_position[1].split(", ")]
     own = float(mean[1]) - sum(rates)
     has_bonus = abs(own - 1) <= abs(own)
-    drafts, at = recover_drafts(num_accepted, num_drafted, float(mean[1]) - has_bonus, rates, len(rates))
+    drafts, at = recover_drafts(num_accepted, num_drafted, float(mean[1]) - has_bonus, rates, len(rates), where)
     return Reading(counted_ratios(drafts, num_drafted, num_accepted, at), time_of(line)), has_bonus, len(rates)
 
 

@@ -16,10 +16,12 @@ import pytest
 
 from spectoolkit import metrics
 from spectoolkit.errors import UsageError
+from spectoolkit.report import tables
 from spectoolkit.serving import command, definitions, llamacpp, sglang, vllm
+from spectoolkit.serving import study as serving_study
 from spectoolkit.serving.counts import pooled, recover_drafts
 from spectoolkit.studies import accounting
-from tests.helpers.fake_rows import simulate
+from tests.helpers.fake_rows import cells, simulate
 
 K = 4
 
@@ -120,6 +122,78 @@ def test_few_drafts_are_recovered_exactly_and_many_up_to_what_rounding_leaves():
     assert not ratios[0].numerator.is_exact
     with pytest.raises(UsageError, match="expected figures that fit together, got 10 accepted of 20 draft tokens"):
         recover_drafts(10, 20, 3.0, [0.9, 0.1], 2)
+
+
+def test_as_many_drafts_as_no_memory_holds_are_bounded():
+    """Fails when every possible number of drafts is tried, or when the sums are not looked at."""
+    drafts, ratios = recover_drafts(2 * 10**14, 4 * 10**14, 2.0, [0.9, 0.6, 0.4, 0.1], 4)
+    assert drafts.value == 10**14
+    assert 0 < drafts.high - drafts.low < 0.01 * drafts.value
+    assert ratios[0].numerator.value == pytest.approx(0.9e14)
+    assert recover_drafts(0, 10**14, 0.0, [0.0], None)[0].high == 10**14
+    for accepted, mean, rates in ((2 * 10**14, 2.0, [0.9, 0.6, 0.4, 0.3]), (10**14, 1.5, [1.5]), (0, 1.0, [0.0])):
+        with pytest.raises(UsageError, match="expected figures that fit together"):
+            recover_drafts(accepted, 4 * 10**14, mean, rates, None)
+
+
+def spoilt(line, old, new):
+    assert old in line
+    return line.replace(old, new)
+
+
+IMPOSSIBLE = [
+    (vllm, v1_line([(4, 2)] * 100, form="first").replace("Accepted: 200", "Accepted: 9122"), "got 9122 accepted .*400"),
+    (vllm, v1_line([(4, 2)] * 100).replace("Accepted: 200", "Accepted: 9122"), "got 9122 accepted tokens, 400 drafted"),
+    (vllm, v1_line([(4, 2)] * 100).replace("Accepted: 200", "Accepted: " + "9" * 5000), "at most 15 digits"),
+    (vllm, v1_line([(4, 2)] * 100).replace("Accepted: 200", "Accepted: 123"), "fit together, got 123 accepted of 400"),
+    (vllm, v1_line([(4, 1)] * 9).replace("1.000, 0.000", "1.900, 0.000").replace("h: 2.00", "h: 2.90")
+     .replace("Accepted: 9 ", "Accepted: 17 "), "fit together"),
+    (vllm, v0_line(90, 80, 50), "got 90 accepted tokens, 80 draft tokens"),
+    (vllm, v0_line(40, 80, 101), "emitted tokens times K"),
+    (vllm, v0_line(40, 80, 50).replace("speculative tokens: 4", "speculative tokens: 0"), "at least 1, got 0"),
+    (sglang, "{'completion_tokens': " + "9" * 400 + ", 'spec_verify_ct': 2}\n", "at most 15 digits"),
+    (sglang, 'sglang:spec_accept_length{tp_rank="0"} NaN\n', "between 0 and 1e\\+15, got NaN"),
+    (llamacpp, "draft acceptance rate = 0.5 (   91 accepted /    40 generated)\n", "got 91 .*, 40 generated"),
+    (llamacpp, "draft acceptance = 0.5 (1 accepted / 4 generated), mean len = 1.50\nacc per pos = (0.5.1)\n", "0.5.1"),
+    (llamacpp, "n_drafted = 40\nn_accept = 91\naccept    = 50.000%\n", "got 91 n_accept, 40 n_drafted"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reader", "shown", "message"), IMPOSSIBLE)
+def test_impossible_figures_are_refused_by_their_line(reader, shown, message):
+    """Fails when a rate above 1 is reported as counted, or a damaged number ends in a traceback."""
+    lines = [*OTHER, *shown.splitlines(keepends=True)]
+    with pytest.raises(UsageError, match=rf"log, line [456]: expected .*{message}"):
+        reader.read(lines)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("_drafts_total{L} 50.0", "_drafts_total{L} abc", "line 3: expected a value between 0 and .*, got abc"),
+        ("_drafts_total{L} 50.0", "_drafts_total{L} +Inf", "got [+]Inf"),
+        ("_drafts_total{L} 50.0", "_drafts_total{L} NaN", "got NaN"),
+        ("_drafts_total{L} 50.0", "_drafts_total{L} -50.0", "got -50"),
+        (',position="1"', ',position="x"', "line 10: expected a label position of 0 to 1023, got 'x'"),
+        (',position="1"', ',position="-1"', "got '-1'"),
+        (',position="1"', ',position="1024"', "got '1024'"),
+        (',position="1"', ',position="99999999"', "got '99999999'"),
+        (',position="1"', "", "got none"),
+        ("_draft_tokens_total{L} 200.0", "_draft_tokens_total{L} 20.0", "up to line 12: .*accepted tokens, 20 draft"),
+        ("_drafts_total{L} 50.0", "_drafts_total{L} 5.0", "accepted at a position, 5 drafts"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["vllm", "llamacpp"])
+def test_damaged_counters_are_refused_by_their_line(prefix, old, new, message):
+    labels = 'engine="0",model_name="a, \\"b\\" {c}"'
+    whole = counters(drafts_of(0, 50), prefix=prefix)
+    damaged = spoilt(whole, old.replace("L", labels), new.replace("L", labels)).splitlines(keepends=True)
+    reader = {"vllm": vllm, "llamacpp": llamacpp}[prefix]
+    with pytest.raises(UsageError, match=f"log, .*{message}"):
+        reader.read(damaged)
+    if "between 0" in message:
+        with pytest.raises(UsageError, match=f"before, .*{message}"):
+            reader.read(whole.splitlines(keepends=True), damaged)
 
 
 def test_an_interval_without_an_accepted_token_counts():
@@ -376,6 +450,17 @@ def test_predicted_cells_stand_beside_the_served_figures_by_the_same_definition(
     assert set(served["obtained"]) == {"counts"}
 
 
+def test_a_table_as_it_is_written_today_says_its_k(tmp_path):
+    """Fails when the intervals of the rates by position are counted as positions."""
+    made = cells((0.7,), ("argmax", "ngram"), ("rejection",), num_clusters=4, tokens=16)
+    tables.write(tables.build(made, ["drafter"], num_resamples=20), tmp_path, "made")
+    read = serving_study.read(str(tmp_path), 4)
+    assert [cell.numbers["num_draft_tokens"] for cell in read] == [4, 4]
+    numbers = read[0].numbers
+    assert "accepted_at_1_low" in numbers
+    assert definitions.slots(numbers) == pytest.approx(definitions.accepted_per_draft(numbers) / 4)
+
+
 def test_the_predicted_figures_are_ours_where_ours_has_a_column():
     row = {str(k): float(v) for k, v in metrics.summarise(request_rows("argmax", K)).items()} | {"num_draft_tokens": K}
     row["proposing_steps"] = row["steps"]  # then drafts are steps
@@ -405,9 +490,16 @@ def test_compressed_and_coloured_logs_are_read(tmp_path):
     line = v1_line(drafts).replace("INFO", "\x1b[32mINFO\x1b[0m").replace("Accepted: ", "Accepted: \x1b[1m")
     whole = gzip.compress("".join([line, *OTHER]).encode())
     (tmp_path / "serve.log.gz").write_bytes(whole)
-    assert "vLLM, log" in command.run(["vllm", str(tmp_path / "serve.log.gz")])
+    shown = command.run(["vllm", str(tmp_path / "serve.log.gz")])
+    assert "vLLM, log" in shown
+    assert "cut off" not in shown
     (tmp_path / "short.gz").write_bytes(whole[:-4])  # still being written
-    assert "vLLM, log" in command.run(["vllm", str(tmp_path / "short.gz")])
+    shown = command.run(["vllm", str(tmp_path / "short.gz"), f"folder={tmp_path}"])
+    assert "vLLM, log" in shown
+    assert "\n\nshort.gz is cut off: what could be unpacked was read.\n" in (tmp_path / "table.md").read_text()
+    (tmp_path / "empty.gz").write_bytes(whole[:12])
+    with pytest.raises(UsageError, match=r"nothing was drafted\. empty\.gz is cut off"):
+        command.run(["vllm", str(tmp_path / "empty.gz")])
     (tmp_path / "broken.gz").write_bytes(whole[:2] + bytes([9]) + whole[3:])
     with pytest.raises(UsageError, match="expected an intact gzip file"):
         command.run(["vllm", str(tmp_path / "broken.gz")])
@@ -427,6 +519,7 @@ def test_compressed_and_coloured_logs_are_read(tmp_path):
         (["sglang", "{other}"], "Decode batch .*accept len"),
         (["llamacpp", "{other}"], "draft acceptance rate = .*n_drafted"),
         (["vllm", "{log}", "study={missing}"], "expected a study's folder with a table.csv"),
+        (["vllm", "{log}", "study={bare}"], "`spectoolkit report study=.*bare` makes it .* study=.*bare/report"),
         (["vllm", "{log}", "study={cells}"], "expected cells with K = 4, which was served, got 2"),
         (["vllm", "{log}", "before={log}"], "expected an earlier metrics dump beside a metrics dump"),
     ],
@@ -434,11 +527,14 @@ def test_compressed_and_coloured_logs_are_read(tmp_path):
 def test_what_is_not_understood_is_refused_by_name(arguments, message, tmp_path):
     (tmp_path / "log").write_text(v1_line(drafts_of(0, 40)))
     (tmp_path / "other").write_text("".join(OTHER))
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "manifest.json").write_text("{}")
     study(tmp_path / "cells")
     table = pd.read_csv(tmp_path / "cells" / "table.csv")
     table[table["num_draft_tokens"] == 2].to_csv(tmp_path / "cells" / "table.csv", index=False)
     filled = [
-        argument.format(**{n: tmp_path / n for n in ("log", "other", "cells", "missing")}) for argument in arguments
+        argument.format(**{n: tmp_path / n for n in ("log", "other", "cells", "bare", "missing")})
+        for argument in arguments
     ]
     with pytest.raises(UsageError, match=message):
         command.run(filled)
