@@ -13,10 +13,11 @@ from typing import Any
 
 import pandas as pd
 
-from spectoolkit import files, metrics
+from spectoolkit import files
 from spectoolkit.errors import RunError, UsageError
+from spectoolkit.frames import DamagedFile, read_frame
 from spectoolkit.report import chosen, latex, paper, plots, tables, text
-from spectoolkit.report.cells import CellResult, varying_axes
+from spectoolkit.report.cells import CellResult, read_rows, varying_axes
 
 FORMATS = ("markdown", "csv", "latex", "parquet", "figures")
 USAGE = """spectoolkit report study=FOLDER [KEY=VALUE ...]
@@ -45,9 +46,10 @@ class Stored:
 
     Attributes:
         config: as composed for it.
-        cells: in the order of the manifest, without the missing ones.
-        steps: index of a cell -> file of its step records.
+        cells: in the order of the manifest, without the missing and the damaged ones.
+        steps: index of a cell -> file of its step records, unless that is damaged.
         missing: files that the manifest names and that are not there.
+        damaged: files in cells/ and steps/ that are not what was written -> what is wrong with them.
         foreign: files in cells/ that the manifest does not name.
     """
 
@@ -56,6 +58,7 @@ class Stored:
     cells: Sequence[CellResult]
     steps: Mapping[int, Path]
     missing: Sequence[str]
+    damaged: Mapping[str, str]
     foreign: Sequence[str]
 
 
@@ -106,8 +109,8 @@ def read(folder: Path) -> Stored:
     """The cells that the manifest in `folder` names, as they lie on disk.
 
     Raises:
-        UsageError: no manifest that names cells, or none of the cells is there.
-        RunError: a file under a cell's name that is not a cell, or not that cell.
+        UsageError: no manifest that names cells, or none of the cells is there and whole.
+        RunError: a file that cannot be read, or an older one that is not the cell that its name says.
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -123,30 +126,40 @@ def read(folder: Path) -> Stored:
             f"study: expected a manifest.json that names cells, that of {folder} names none: studies that keep no "
             "cells, such as speed, cannot be rebuilt"
         )
-    cells, steps, missing = [], {}, []
+    is_sealed = (folder / "store.json").exists()  # files from before there were checksums have no store.json either
+    cells, steps, missing, damaged = [], {}, [], {}
     for entry in named:
         name = Path(str(entry["file"])).name
         if not (folder / "cells" / name).exists():
             missing.append(name)
             continue
-        if (folder / "steps" / name).exists():
-            steps[len(cells)] = folder / "steps" / name
-        cells.append(_cell(folder / "cells" / name, entry["settings"]))
+        try:
+            cell = _cell(folder / "cells" / name, entry["settings"], is_sealed)
+        except ValueError as error:
+            damaged[f"cells/{name}"] = str(error)
+            continue
+        try:
+            if (folder / "steps" / name).exists():
+                read_frame(folder / "steps" / name, is_sealed=is_sealed)
+                steps[len(cells)] = folder / "steps" / name
+        except DamagedFile as error:
+            damaged[f"steps/{name}"] = str(error)
+        cells.append(cell)
     if not cells:
+        what = "missing or damaged" if damaged else "missing"
         raise UsageError(
-            f"study: expected the cells of manifest.json in {folder / 'cells'}, all {len(named)} are missing"
+            f"study: expected the cells of manifest.json in {folder / 'cells'}, all {len(named)} are {what}"
         )
     known = {Path(str(entry["file"])).name for entry in named}
     foreign = sorted(path.name for path in (folder / "cells").glob("*.parquet") if path.name not in known)
-    return Stored(folder, manifest.get("config") or {}, cells, steps, missing, foreign)
+    return Stored(folder, manifest.get("config") or {}, cells, steps, missing, damaged, foreign)
 
 
-def _cell(path: Path, settings: Mapping[str, Any]) -> CellResult:
+def _cell(path: Path, settings: Mapping[str, Any], is_sealed: bool) -> CellResult:
     try:
-        rows = pd.read_parquet(path)
-        metrics.check_rows(rows)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} is not a readable cell ({error})") from error
+        rows = read_rows(path, is_sealed=is_sealed)
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
     for key, column in (("engine", "engine"), ("num_draft_tokens", "num_draft_tokens")):
         held = {str(value) for value in rows[column]}
         if key in settings and held - {str(settings[key])}:
@@ -228,7 +241,7 @@ def _leaves(grid: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _remark(stored: Stored, shown: int) -> str:
-    total = len(stored.cells) + len(stored.missing)
+    total = len(stored.cells) + len(stored.missing) + sum(name.startswith("cells/") for name in stored.damaged)
     name = stored.config.get("name") or stored.folder.name
     return f"{shown} of the {total} cells of {name}."
 
@@ -237,6 +250,9 @@ def _absences(stored: Stored) -> list[str]:
     found = []
     if stored.missing:
         found.append(f"Missing: {len(stored.missing)} cells without a file: {', '.join(stored.missing)}.")
+    if stored.damaged:
+        said = ", ".join(f"{name} ({why})" for name, why in stored.damaged.items())
+        found.append(f"Damaged: {len(stored.damaged)} files: {said}; the study's own command computes them again.")
     if stored.foreign:
         found.append(
             f"Foreign: {len(stored.foreign)} files that the manifest does not name: {', '.join(stored.foreign)}."

@@ -126,7 +126,8 @@ def _histogram(grid: _Grid, steps: Mapping[int, Path], remarks: list[str]) -> Fi
     is_emitted = all(i in steps for i in chosen)
     if not is_emitted:
         remarks.append(
-            "counts accepted draft tokens, since replayed cells have no steps; emitted tokens need live cells alone"
+            "counts accepted draft tokens, since some cells have no step records, such as replayed ones; "
+            "emitted tokens need those of all cells"
         )
     _few(grid.overall, None, "strategy")
     frames = []

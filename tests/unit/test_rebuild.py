@@ -32,6 +32,28 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def flip(path: Path) -> None:
+    """Change a byte of a file's data, none of which Parquet needs to find the rest."""
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PAR1") + 40] ^= 255
+    path.write_bytes(data)
+
+
+def swap(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def as_of_old(study: Path) -> None:
+    """Without checksums, and without metadata that say whose rows a file holds."""
+    for path in [*study.glob("cells/*"), *study.glob("steps/*")]:
+        frame = pd.read_parquet(path)
+        frame.attrs = {}
+        frame.to_parquet(path)
+    (study / "store.json").unlink()
+
+
 def test_the_numbers_are_those_of_the_study_and_its_own_files_are_left_alone(study):
     before = contents(study)
     said = rebuild.run([f"study={study}"])
@@ -85,11 +107,43 @@ def test_a_file_that_is_not_the_cell_it_is_called_is_an_error(study):
     files = [entry["file"] for entry in json.loads((study / "manifest.json").read_text())["cells"]]
     live, replayed = files[engines.index("live")], files[engines.index("replay")]
     shutil.copy(study / "cells" / live, study / "cells" / replayed)
+    as_of_old(study)
     with pytest.raises(RunError, match="expected rows of engine=replay, got live"):
         rebuild.run([f"study={study}"])
-    (study / "cells" / replayed).write_bytes(b"PAR1")
-    with pytest.raises(RunError, match="is not a readable cell"):
+
+
+def test_damaged_and_swapped_cells_are_listed_and_the_others_are_shown(study):
+    entries = json.loads((study / "manifest.json").read_text())["cells"]
+    torn, one, other, _ = sorted(entry["file"] for entry in entries if entry["settings"]["engine"] == "live")
+    flip(study / "cells" / torn)
+    swap(study / "cells" / one, study / "cells" / other)
+    said = rebuild.run([f"study={study}", "format=markdown,csv"])
+    assert "5 of the 8 cells" in said
+    assert "Damaged: 3 files: " in said
+    assert "the study's own command computes them again." in said
+    assert f"cells/{torn} (its checksum does not fit)" in said
+    assert f"cells/{one} (it holds the rows of cell {other.removesuffix('.parquet')})" in said
+    assert f"cells/{torn} (its checksum does not fit)" in (study / "report" / "table.md").read_text()
+    assert len(pd.read_csv(study / "report" / "table.csv").query("scope == 'overall'")) == 5
+    for path in (study / "cells").iterdir():
+        path.write_bytes(b"PAR1")
+    with pytest.raises(UsageError, match="all 8 are missing or damaged"):
         rebuild.run([f"study={study}"])
+
+
+def test_damaged_step_records_are_listed_and_not_counted(tmp_path):
+    config.plan([*TOY, "drafter=argmax", f"folder={tmp_path}"]).run()
+    (path,) = (tmp_path / "steps").iterdir()
+    flip(path)
+    said = rebuild.run([f"study={tmp_path}", "format=csv,figures"])
+    assert "1 of the 1 cells" in said
+    assert f"Damaged: 1 files: steps/{path.name} (its checksum does not fit)" in said
+    assert "counts accepted" in said
+
+
+def test_a_study_from_before_there_were_checksums_is_rebuilt(study):
+    as_of_old(study)
+    assert "8 of the 8 cells" in rebuild.run([f"study={study}", "format=csv"])
 
 
 def test_rows_and_columns_are_selected(study):
