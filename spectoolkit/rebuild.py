@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from spectoolkit import files
 from spectoolkit.errors import RunError, UsageError
 from spectoolkit.frames import DamagedFile, read_frame
 from spectoolkit.report import chosen, latex, paper, plots, tables, text
-from spectoolkit.report.cells import CellResult, read_rows, varying_axes
+from spectoolkit.report.cells import CellResult, covers, read_rows, varying_axes
 
 FORMATS = ("markdown", "csv", "latex", "parquet", "figures")
 USAGE = """spectoolkit report study=FOLDER [KEY=VALUE ...]
@@ -78,8 +78,9 @@ def run(arguments: Sequence[str]) -> str:
     indices = _selected(stored.cells, given.get("rows"))
     cells = [stored.cells[i] for i in indices]
     axes = varying_axes(cells, _axes_first(stored.config)) or ["drafter", "verifier"]
-    built = tables.build(cells, axes)
     columns = None if given.get("columns") is None else [name.strip() for name in given["columns"].split(",")]
+    # An axis that rows= narrows to one value can be asked for still.
+    built = tables.build(cells, axes if columns is None else _all_axes(stored, cells, axes))
     text.main_columns(built, columns)
 
     remarks = [_remark(stored, len(cells)), *_absences(stored)]
@@ -90,7 +91,7 @@ def run(arguments: Sequence[str]) -> str:
     drawn: list[str] = []
     if "figures" in formats:
         steps = {at: stored.steps[i] for at, i in enumerate(indices) if i in stored.steps}
-        found = chosen.figures(cells, built, steps)
+        found = chosen.figures(cells, replace(built, axes=tuple(axes)), steps)
         frontier, why = _frontier(cells)
         made = {**found.figures, **frontier}
         for name, figure in made.items():
@@ -224,6 +225,13 @@ def _same(value: str) -> str:
 
 def _study(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("study") or {}
+
+
+def _all_axes(stored: Stored, cells: Sequence[CellResult], axes: Sequence[str]) -> list[str]:
+    """`axes` and those of all stored cells that `cells` have."""
+    keys = {key for cell in cells for key in cell.settings}
+    others = varying_axes(stored.cells, _axes_first(stored.config))
+    return list(dict.fromkeys([*axes, *(axis for axis in others if any(covers(axis, key) for key in keys))]))
 
 
 def _axes_first(config: Mapping[str, Any]) -> list[str]:

@@ -158,6 +158,11 @@ def test_rows_and_columns_are_selected(study):
     page = (study / "report" / "table.md").read_text()
     assert "verifier rejection, temperature = 0.7" in page
     assert "2 of the 8 cells" in said
+    columns = "columns=drafter,sampling.temperature,drafter.name,acceptance_length"
+    rebuild.run([f"study={study}", "rows=sampling.temperature=0.7,drafter=argmax", columns])  # of one value each
+    table = pd.read_csv(study / "report" / "table.csv").query("scope == 'overall'")
+    assert table["drafter"].tolist() == table["drafter.name"].tolist() == ["argmax", "argmax"]
+    assert table["sampling.temperature"].tolist() == [0.7, 0.7]
     both = rebuild.run(
         [f"study={study}", "rows=drafter=argmax,drafter=same_temperature,verifier=typical", "format=csv"]
     )
