@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> str:
 
     Raises:
         UsageError: an unknown key, format, column or setting, a folder without a manifest that names cells, conditions
-            that no cell fulfils, or a study none of whose cells is left.
+            that no cell fulfils, a study none of whose cells is left, or figures alone and none that can be drawn.
         RunError: a file that is no cell of the study, or a folder that cannot be written.
     """
     if not arguments or any(argument in ("-h", "--help", "help") for argument in arguments):
@@ -98,6 +98,8 @@ def run(arguments: Sequence[str]) -> str:
             written += plots.save(figure, into, name, ("png", "pdf", "pgf"))
         remarks += [*found.remarks, *why]
         drawn = list(made)
+        if not written and not made:
+            raise UsageError("\n".join(["format: expected figures that these cells allow, got none", *remarks]))
     if "latex" in formats:
         source = paper.document(title, "table", [(name, CAPTIONS[name]) for name in drawn])
         written.append(files.replace_text(into / "paper.tex", source))
@@ -121,12 +123,7 @@ def read(folder: Path) -> Stored:
         ) from error
     except ValueError as error:
         raise UsageError(f"study: expected manifest.json to be JSON, that of {folder} is not ({error})") from error
-    named = manifest.get("cells") if isinstance(manifest, dict) else None
-    if not named:
-        raise UsageError(
-            f"study: expected a manifest.json that names cells, that of {folder} names none: studies that keep no "
-            "cells, such as speed, cannot be rebuilt"
-        )
+    config, named = _checked(manifest, folder)
     is_sealed = (folder / "store.json").exists()  # files from before there were checksums have no store.json either
     cells, steps, missing, damaged = [], {}, [], {}
     for entry in named:
@@ -153,7 +150,37 @@ def read(folder: Path) -> Stored:
         )
     known = {Path(str(entry["file"])).name for entry in named}
     foreign = sorted(path.name for path in (folder / "cells").glob("*.parquet") if path.name not in known)
-    return Stored(folder, manifest.get("config") or {}, cells, steps, missing, damaged, foreign)
+    return Stored(folder, config, cells, steps, missing, damaged, foreign)
+
+
+def _checked(manifest: Any, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The configuration and the cells of a manifest, which another program or a hand may have changed.
+
+    Raises:
+        UsageError: no cells, or a part that is not of the kind that `study.Store` writes.
+    """
+    named = manifest.get("cells") if isinstance(manifest, dict) else None
+    if not named:
+        raise UsageError(
+            f"study: expected a manifest.json that names cells, that of {folder} names none: studies that keep no "
+            "cells, such as speed, cannot be rebuilt"
+        )
+
+    def check(name: str, value: Any, is_right: bool, expected: str) -> None:
+        if not is_right:
+            raise UsageError(f"study: expected {expected} as {name} in manifest.json of {folder}, got {value!r:.80}")
+
+    check("cells", named, isinstance(named, list), "a list")
+    for i, entry in enumerate(named):
+        is_cell = isinstance(entry, dict) and "file" in entry and isinstance(entry.get("settings"), dict)
+        check(f"cells[{i}]", entry, is_cell, "a cell's file and settings")
+    config = manifest.get("config") or {}
+    check("config", config, isinstance(config, dict), "settings")
+    for key in ("study", "grid"):
+        check(f"config.{key}", config.get(key), isinstance(config.get(key) or {}, dict), "settings")
+    cases = config.get("cases") or []
+    check("config.cases", cases, isinstance(cases, list) and all(isinstance(case, dict) for case in cases), "a list")
+    return config, named
 
 
 def _cell(path: Path, settings: Mapping[str, Any], is_sealed: bool) -> CellResult:

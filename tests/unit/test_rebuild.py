@@ -11,6 +11,7 @@ import pytest
 
 from spectoolkit import cli, config, rebuild
 from spectoolkit.errors import RunError, UsageError
+from spectoolkit.report import chosen
 
 TOY = ["target=tabular", "draft_model=tabular", "prompts.limit=4", "max_new_tokens=8", "batch_size=8"]
 
@@ -70,6 +71,7 @@ def test_the_numbers_are_those_of_the_study_and_its_own_files_are_left_alone(stu
         f"{name}.{form}" for name in ("sweep", "positions", "histogram", "contours") for form in ("png", "pdf", "pgf")
     }
     assert "8 of the 8 cells" in said
+    assert "contours: argmax, rejection, same_temperature, rejection left out: only cells decoded live say" in said
     assert "tied with it" in (study / "report" / "table.md").read_text()
     source = (study / "report" / "paper.tex").read_text()
     assert r"\input{table}" in source
@@ -196,6 +198,24 @@ def test_a_study_without_cells_says_so(study):
         rebuild.run([f"study={study}"])
 
 
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ({"cells": "abc"}, "expected a list as cells in manifest.json of .*, got 'abc'"),
+        ({"cells": [{"x": 1}]}, r"expected a cell's file and settings as cells\[0\] in .*, got {'x': 1}"),
+        ({"cells": ["x"]}, r"expected a cell's file and settings as cells\[0\]"),
+        ({"cells": [{"file": "x", "settings": "y"}]}, r"expected a cell's file and settings as cells\[0\]"),
+        ({"cells": [{"file": "x", "settings": {}}], "config": "abc"}, "expected settings as config in .*, got 'abc'"),
+        ({"cells": [{"file": "x", "settings": {}}], "config": {"grid": [1]}}, r"as config\.grid in .*, got \[1\]"),
+        ({"cells": [{"file": "x", "settings": {}}], "config": {"cases": "abc"}}, r"as config\.cases in .*, got 'abc'"),
+    ],
+)
+def test_a_manifest_of_another_shape_is_refused(tmp_path, manifest, message):
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match=message):
+        rebuild.read(tmp_path)
+
+
 def test_a_study_all_of_whose_cells_are_gone_is_refused(study):
     shutil.rmtree(study / "cells")
     with pytest.raises(UsageError, match="all 8 are missing"):
@@ -208,6 +228,19 @@ def test_a_single_cell_can_be_rebuilt_and_its_steps_are_counted(tmp_path):
     assert "1 of the 1 cells" in said
     assert "counts accepted" not in said  # live, so emitted tokens
     assert (tmp_path / "report" / "histogram.pgf").exists()
+
+
+def test_cells_that_draft_nothing_are_not_blamed_for_being_replayed(tmp_path):
+    config.plan([*TOY, "drafter=none", f"folder={tmp_path}"]).run()
+    said = rebuild.run([f"study={tmp_path}", "format=figures"])
+    assert "contours: not drawn: nothing was drafted" in said
+    assert "decoded live" not in said
+
+
+def test_figures_alone_none_of_which_can_be_drawn_are_an_error_with_the_reasons(study, monkeypatch):
+    monkeypatch.setattr(chosen, "MAX_LINES", 0)
+    with pytest.raises(UsageError, match=r"format: expected figures .*got none\n(.*\n)*positions: not drawn, rows: "):
+        rebuild.run([f"study={study}", "format=figures", "into=nowhere"])
 
 
 def test_the_console_script_knows_the_command(finished, tmp_path, monkeypatch, capsys):
