@@ -3,8 +3,8 @@
 A study's folder holds `manifest.json` (how the numbers were made), `cells/FINGERPRINT.parquet` (one row per request),
 `steps/FINGERPRINT.parquet` (one row per step of a live cell), `trajectories/` (the outputs that replays read), and the
 tables and figures made from them. `store.json` says how these files are written. Every one of them has a checksum: a
-file that was cut or changed, or a cell's that holds another cell's rows, is moved to `damaged/`, and what it should hold
-is computed again.
+file that was cut or changed, or that holds the rows of another cell, is moved to `damaged/`, and what it should hold is
+computed again.
 """
 
 from __future__ import annotations

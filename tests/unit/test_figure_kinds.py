@@ -176,7 +176,10 @@ def test_the_figures_of_a_grid_say_what_they_leave_out(tmp_path):
     drawn = chosen.figures(grid, built, {})
     assert set(drawn.figures) == {"sweep", "positions", "histogram", "contours"}
     assert len(drawn.figures["sweep"].axes) == 2
-    assert len(drawn.figures["positions"].axes) == 3
+    positions = drawn.figures["positions"]
+    assert len(positions.axes) == 3
+    positions.canvas.draw()
+    assert positions.legends[0].get_window_extent().x1 <= positions.bbox.x1
     remarks = "\n".join(drawn.remarks)
     assert "positions: shows sampling.temperature = 0, 0.8, 1 of 4 values" in remarks
     assert "histogram: counts accepted draft tokens" in remarks
