@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from spectoolkit import files, metrics
+from spectoolkit import files
 from spectoolkit.errors import RunError, UsageError
+from spectoolkit.frames import DamagedFile, read_frame
 from spectoolkit.report import chosen, latex, paper, plots, tables, text
-from spectoolkit.report.cells import CellResult, varying_axes
+from spectoolkit.report.cells import CellResult, covers, read_rows, varying_axes
 
 FORMATS = ("markdown", "csv", "latex", "parquet", "figures")
 USAGE = """spectoolkit report study=FOLDER [KEY=VALUE ...]
@@ -45,9 +46,10 @@ class Stored:
 
     Attributes:
         config: as composed for it.
-        cells: in the order of the manifest, without the missing ones.
-        steps: index of a cell -> file of its step records.
+        cells: in the order of the manifest, without the missing and the damaged ones.
+        steps: index of a cell -> file of its step records, unless that is damaged.
         missing: files that the manifest names and that are not there.
+        damaged: files in cells/ and steps/ that are not what was written -> what is wrong with them.
         foreign: files in cells/ that the manifest does not name.
     """
 
@@ -56,6 +58,7 @@ class Stored:
     cells: Sequence[CellResult]
     steps: Mapping[int, Path]
     missing: Sequence[str]
+    damaged: Mapping[str, str]
     foreign: Sequence[str]
 
 
@@ -64,7 +67,7 @@ def run(arguments: Sequence[str]) -> str:
 
     Raises:
         UsageError: an unknown key, format, column or setting, a folder without a manifest that names cells, conditions
-            that no cell fulfils, or a study none of whose cells is left.
+            that no cell fulfils, a study none of whose cells is left, or figures alone and none that can be drawn.
         RunError: a file that is no cell of the study, or a folder that cannot be written.
     """
     if not arguments or any(argument in ("-h", "--help", "help") for argument in arguments):
@@ -75,8 +78,9 @@ def run(arguments: Sequence[str]) -> str:
     indices = _selected(stored.cells, given.get("rows"))
     cells = [stored.cells[i] for i in indices]
     axes = varying_axes(cells, _axes_first(stored.config)) or ["drafter", "verifier"]
-    built = tables.build(cells, axes)
     columns = None if given.get("columns") is None else [name.strip() for name in given["columns"].split(",")]
+    # An axis that rows= narrows to one value can be asked for still.
+    built = tables.build(cells, axes if columns is None else _all_axes(stored, cells, axes))
     text.main_columns(built, columns)
 
     remarks = [_remark(stored, len(cells)), *_absences(stored)]
@@ -87,13 +91,15 @@ def run(arguments: Sequence[str]) -> str:
     drawn: list[str] = []
     if "figures" in formats:
         steps = {at: stored.steps[i] for at, i in enumerate(indices) if i in stored.steps}
-        found = chosen.figures(cells, built, steps)
+        found = chosen.figures(cells, replace(built, axes=tuple(axes)), steps)
         frontier, why = _frontier(cells)
         made = {**found.figures, **frontier}
         for name, figure in made.items():
             written += plots.save(figure, into, name, ("png", "pdf", "pgf"))
         remarks += [*found.remarks, *why]
         drawn = list(made)
+        if not written and not made:
+            raise UsageError("\n".join(["format: expected figures that these cells allow, got none", *remarks]))
     if "latex" in formats:
         source = paper.document(title, "table", [(name, CAPTIONS[name]) for name in drawn])
         written.append(files.replace_text(into / "paper.tex", source))
@@ -106,8 +112,8 @@ def read(folder: Path) -> Stored:
     """The cells that the manifest in `folder` names, as they lie on disk.
 
     Raises:
-        UsageError: no manifest that names cells, or none of the cells is there.
-        RunError: a file under a cell's name that is not a cell, or not that cell.
+        UsageError: no manifest that names cells, or none of the cells is there and whole.
+        RunError: a file that cannot be read, or an older one that is not the cell that its name says.
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -117,36 +123,71 @@ def read(folder: Path) -> Stored:
         ) from error
     except ValueError as error:
         raise UsageError(f"study: expected manifest.json to be JSON, that of {folder} is not ({error})") from error
+    config, named = _checked(manifest, folder)
+    is_sealed = (folder / "store.json").exists()  # files from before there were checksums have no store.json either
+    cells, steps, missing, damaged = [], {}, [], {}
+    for entry in named:
+        name = Path(str(entry["file"])).name
+        if not (folder / "cells" / name).exists():
+            missing.append(name)
+            continue
+        try:
+            cell = _cell(folder / "cells" / name, entry["settings"], is_sealed)
+        except ValueError as error:
+            damaged[f"cells/{name}"] = str(error)
+            continue
+        try:
+            if (folder / "steps" / name).exists():
+                read_frame(folder / "steps" / name, is_sealed=is_sealed)
+                steps[len(cells)] = folder / "steps" / name
+        except DamagedFile as error:
+            damaged[f"steps/{name}"] = str(error)
+        cells.append(cell)
+    if not cells:
+        what = "missing or damaged" if damaged else "missing"
+        raise UsageError(
+            f"study: expected the cells of manifest.json in {folder / 'cells'}, all {len(named)} are {what}"
+        )
+    known = {Path(str(entry["file"])).name for entry in named}
+    foreign = sorted(path.name for path in (folder / "cells").glob("*.parquet") if path.name not in known)
+    return Stored(folder, config, cells, steps, missing, damaged, foreign)
+
+
+def _checked(manifest: Any, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The configuration and the cells of a manifest, which another program or a hand may have changed.
+
+    Raises:
+        UsageError: no cells, or a part that is not of the kind that `study.Store` writes.
+    """
     named = manifest.get("cells") if isinstance(manifest, dict) else None
     if not named:
         raise UsageError(
             f"study: expected a manifest.json that names cells, that of {folder} names none: studies that keep no "
             "cells, such as speed, cannot be rebuilt"
         )
-    cells, steps, missing = [], {}, []
-    for entry in named:
-        name = Path(str(entry["file"])).name
-        if not (folder / "cells" / name).exists():
-            missing.append(name)
-            continue
-        if (folder / "steps" / name).exists():
-            steps[len(cells)] = folder / "steps" / name
-        cells.append(_cell(folder / "cells" / name, entry["settings"]))
-    if not cells:
-        raise UsageError(
-            f"study: expected the cells of manifest.json in {folder / 'cells'}, all {len(named)} are missing"
-        )
-    known = {Path(str(entry["file"])).name for entry in named}
-    foreign = sorted(path.name for path in (folder / "cells").glob("*.parquet") if path.name not in known)
-    return Stored(folder, manifest.get("config") or {}, cells, steps, missing, foreign)
+
+    def check(name: str, value: Any, is_right: bool, expected: str) -> None:
+        if not is_right:
+            raise UsageError(f"study: expected {expected} as {name} in manifest.json of {folder}, got {value!r:.80}")
+
+    check("cells", named, isinstance(named, list), "a list")
+    for i, entry in enumerate(named):
+        is_cell = isinstance(entry, dict) and "file" in entry and isinstance(entry.get("settings"), dict)
+        check(f"cells[{i}]", entry, is_cell, "a cell's file and settings")
+    config = manifest.get("config") or {}
+    check("config", config, isinstance(config, dict), "settings")
+    for key in ("study", "grid"):
+        check(f"config.{key}", config.get(key), isinstance(config.get(key) or {}, dict), "settings")
+    cases = config.get("cases") or []
+    check("config.cases", cases, isinstance(cases, list) and all(isinstance(case, dict) for case in cases), "a list")
+    return config, named
 
 
-def _cell(path: Path, settings: Mapping[str, Any]) -> CellResult:
+def _cell(path: Path, settings: Mapping[str, Any], is_sealed: bool) -> CellResult:
     try:
-        rows = pd.read_parquet(path)
-        metrics.check_rows(rows)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} is not a readable cell ({error})") from error
+        rows = read_rows(path, is_sealed=is_sealed)
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
     for key, column in (("engine", "engine"), ("num_draft_tokens", "num_draft_tokens")):
         held = {str(value) for value in rows[column]}
         if key in settings and held - {str(settings[key])}:
@@ -213,6 +254,13 @@ def _study(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("study") or {}
 
 
+def _all_axes(stored: Stored, cells: Sequence[CellResult], axes: Sequence[str]) -> list[str]:
+    """`axes` and those of all stored cells that `cells` have."""
+    keys = {key for cell in cells for key in cell.settings}
+    others = varying_axes(stored.cells, _axes_first(stored.config))
+    return list(dict.fromkeys([*axes, *(axis for axis in others if any(covers(axis, key) for key in keys))]))
+
+
 def _axes_first(config: Mapping[str, Any]) -> list[str]:
     """The axes in the order in which the study's grid and cases name them."""
     named = [*_leaves(config.get("grid") or {}), *(key for case in config.get("cases") or [] for key in case)]
@@ -228,7 +276,7 @@ def _leaves(grid: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _remark(stored: Stored, shown: int) -> str:
-    total = len(stored.cells) + len(stored.missing)
+    total = len(stored.cells) + len(stored.missing) + sum(name.startswith("cells/") for name in stored.damaged)
     name = stored.config.get("name") or stored.folder.name
     return f"{shown} of the {total} cells of {name}."
 
@@ -237,6 +285,9 @@ def _absences(stored: Stored) -> list[str]:
     found = []
     if stored.missing:
         found.append(f"Missing: {len(stored.missing)} cells without a file: {', '.join(stored.missing)}.")
+    if stored.damaged:
+        said = ", ".join(f"{name} ({why})" for name, why in stored.damaged.items())
+        found.append(f"Damaged: {len(stored.damaged)} files: {said}; the study's own command computes them again.")
     if stored.foreign:
         found.append(
             f"Foreign: {len(stored.foreign)} files that the manifest does not name: {', '.join(stored.foreign)}."

@@ -3,7 +3,8 @@
 A study's folder holds `manifest.json` (how the numbers were made), `cells/FINGERPRINT.parquet` (one row per request),
 `steps/FINGERPRINT.parquet` (one row per step of a live cell), `trajectories/` (the outputs that replays read), and the
 tables and figures made from them. `store.json` says how these files are written. Every one of them has a checksum: a
-file that was cut or changed is moved to `damaged/`, and what it held is computed again.
+file that was cut or changed, or that holds the rows of another cell, is moved to `damaged/`, and what it should hold is
+computed again.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from spectoolkit.errors import RunError, UsageError
 from spectoolkit.files import replace_text, writing
 from spectoolkit.frames import read_frame, write_frame
 from spectoolkit.interfaces import Drafter, LanguageModel, Verifier
-from spectoolkit.metrics import check_rows
 from spectoolkit.provenance import provenance
 from spectoolkit.records import request_row, step_frame
-from spectoolkit.report.cells import CellResult
+from spectoolkit.report.cells import CellResult, read_rows
 
 RECORDS_VERSION = 3
 """Raised when the same settings give other numbers than before, so that older stored cells are not taken for them."""
@@ -147,13 +147,11 @@ class Store:
         """The stored rows of a cell.
 
         Raises:
-            RunError: the file cannot be read, or is damaged.
+            RunError: the file cannot be read, is damaged, or is another cell's.
         """
         path = self._path("cells", cell)
         try:
-            rows = read_frame(path, is_sealed=self._is_sealed)
-            check_rows(rows)
-            return CellResult(cell.settings, rows)
+            return CellResult(cell.settings, read_rows(path, is_sealed=self._is_sealed))
         except (OSError, ValueError) as error:
             raise RunError(f"{path} is not a readable cell ({error}); the same command computes it again") from error
 
@@ -193,7 +191,7 @@ class Store:
 
     def save(self, cell: Cell, rows: pd.DataFrame, how: Mapping[str, Any]) -> None:
         """Keep the request rows of a finished cell, and how they were computed (in the file's metadata)."""
-        rows.attrs = {**how, **provenance()}
+        rows.attrs = {**how, "fingerprint": cell.fingerprint, **provenance()}
         write_frame(self._path("cells", cell), rows)
 
     def trajectories_path(self, cell: Cell) -> Path:
@@ -232,9 +230,7 @@ class Store:
             found = path.stat()
             if self._sound.get(path) == (found.st_size, found.st_mtime_ns):
                 return ""
-            frame = read_frame(path, is_sealed=self._is_sealed)
-            if path.parent.name == "cells":
-                check_rows(frame)
+            (read_rows if path.parent.name == "cells" else read_frame)(path, is_sealed=self._is_sealed)
         except FileNotFoundError:
             return ""  # set aside by another process in the meantime
         except ValueError as error:

@@ -1,14 +1,17 @@
-"""One cell of a study, and the check that cells may stand in one table."""
+"""One cell of a study, how it is read, and the check that cells may stand in one table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import pandas as pd
 
+from spectoolkit import metrics
 from spectoolkit.errors import UsageError
+from spectoolkit.frames import DamagedFile, read_frame
 
 LOSSLESS_KEY = "verifier.is_lossless"
 _ABSENT = "(absent)"
@@ -31,6 +34,27 @@ class CellResult:
 
     settings: Mapping[str, object]
     rows: pd.DataFrame
+
+
+def read_rows(path: Path, *, is_sealed: bool) -> pd.DataFrame:
+    """The request rows in a cell's file, which is named FINGERPRINT.parquet.
+
+    Files of older versions do not say in their metadata whose rows they hold, and are taken as they are.
+
+    Args:
+        path: of the file.
+        is_sealed: whether it has to have a checksum (`frames.read_frame`).
+
+    Raises:
+        DamagedFile: it is not what was written, or it is another cell's.
+        UsageError: it does not hold request rows.
+        OSError: it cannot be read.
+    """
+    rows = read_frame(path, is_sealed=is_sealed)
+    metrics.check_rows(rows)
+    if (fingerprint := rows.attrs.get("fingerprint", path.stem)) != path.stem:
+        raise DamagedFile(f"it holds the rows of cell {fingerprint}")
+    return rows
 
 
 def prompt_note(cells: Iterable[CellResult]) -> str:

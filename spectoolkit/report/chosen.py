@@ -126,7 +126,8 @@ def _histogram(grid: _Grid, steps: Mapping[int, Path], remarks: list[str]) -> Fi
     is_emitted = all(i in steps for i in chosen)
     if not is_emitted:
         remarks.append(
-            "counts accepted draft tokens, since replayed cells have no steps; emitted tokens need live cells alone"
+            "counts accepted draft tokens, since some cells have no step records, such as replayed ones; "
+            "emitted tokens need those of all cells"
         )
     _few(grid.overall, None, "strategy")
     frames = []
@@ -135,16 +136,17 @@ def _histogram(grid: _Grid, steps: Mapping[int, Path], remarks: list[str]) -> Fi
         at = {} if grid.x is None else {"x": float(grid.overall[grid.x].iloc[i])}
         frames.append(found.assign(strategy=grid.overall["strategy"].iloc[i], **at))
     names = {"sampling.temperature": "T = ", "num_draft_tokens": "K = "}
-    return histogram.histogram_figure(
-        pd.concat(frames, ignore_index=True),
-        row=None if grid.x is None else "x",
-        row_name=names.get(grid.x or "", f"{grid.x} = "),
-    )
+    found, row = pd.concat(frames, ignore_index=True), None if grid.x is None else "x"
+    try:
+        return histogram.histogram_figure(found, row=row, row_name=names.get(grid.x or "", f"{grid.x} = "))
+    except UsageError as error:  # too many strategies: the cells are of one unit
+        raise UsageError(f"{error}; choose some with rows=") from error
 
 
 def _contours(grid: _Grid, remarks: list[str]) -> Figure | None:
     """Costs are those of the run: time per draft token over that of the target's forward over K + 1 tokens."""
-    found = []
+    found: list[dict[Any, Any]] = []
+    absent: dict[str, list[str]] = {}
     for cell, row in zip(grid.cells, grid.overall.to_dict("records"), strict=True):
         sums = {
             name: float(cell.rows[name].to_numpy(dtype=float).sum())
@@ -154,9 +156,18 @@ def _contours(grid: _Grid, remarks: list[str]) -> Figure | None:
             cost = sums["draft_s"] / sums["drafted"] / (sums["target_s"] / sums["steps"])
             k = max(cell.rows["num_draft_tokens"].tolist())
             found.append({**row, "num_draft_tokens": k, "cost": cost})
+        else:
+            is_live = np.isfinite(sums["draft_s"]) and np.isfinite(sums["target_s"])
+            why = (
+                "only cells decoded live say what drafting costs" if not is_live
+                else "nothing was drafted" if not sums["drafted"]
+                else "no time was measured"
+            )  # fmt: skip
+            absent.setdefault(why, []).append(str(row["strategy"]))
     if not found:
-        remarks.append("not drawn: only cells decoded live say what drafting costs")
+        remarks.append(f"not drawn: {'; '.join(absent)}")
         return None
+    remarks += [f"{', '.join(dict.fromkeys(names))} left out: {why}" for why, names in absent.items()]
     table = pd.DataFrame(found)
     panel = None
     if grid.x is not None and len(_values(table, grid.x)) > 1:
@@ -195,14 +206,14 @@ def _few(rows: pd.DataFrame, panel: str | None, line: str) -> None:
 
 
 def _strategies(cells: Sequence[CellResult], axes: Sequence[str]) -> list[str]:
-    """A name per cell: drafter, verifier (unless rejection or named like the drafter), and what else differs."""
+    """A name per cell: drafter, verifier where they differ (unless named like the drafter), and what else differs."""
     columns = {axis: axis_columns(cells, axis)[axis] for axis in axes}
     names = []
     for i in range(len(cells)):
         values = {axis: value_text(column[i]) for axis, column in columns.items()}
         parts = [values.pop("drafter")] if "drafter" in values else []
         verifier = values.pop("verifier", None)
-        if verifier is not None and (not parts or verifier not in ("rejection", parts[0])):
+        if verifier is not None and verifier not in parts:
             parts.append(verifier)
         parts += [f"{axis.rpartition('.')[2].replace('_', ' ')} {value}" for axis, value in values.items()]
         names.append(", ".join(parts) or str(cells[i].settings.get("drafter.name", "all")))

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.theory import expected_speedup, implied_rate
 from spectoolkit.report import style
-from spectoolkit.report.labels import text_width_pt
+from spectoolkit.report.labels import text_width_pt, wrapped
 from spectoolkit.report.plots import check_rows, label_of
 
 K = "num_draft_tokens"
@@ -25,6 +25,7 @@ _POINT = ["strategy", K, "rate", "rate_low", "rate_high", "cost", "cost_low", "c
 _INK, _SLOWER = "#8A8A8A", "#EFEFEF"
 _LINES = "expected\nspeed-up"
 _GRID = 161  # points per axis
+_LABEL_PT = 90.0  # longer names are broken: three panels fit beside them on a page
 
 
 def measured_points(found: pd.DataFrame) -> pd.DataFrame:
@@ -120,7 +121,9 @@ def contours_figure(points: pd.DataFrame, panel: str | None = None, width_in: fl
     width_in = width_in or (style.PAGE_IN if len(values) > 1 else style.COLUMN_IN + 1.4)
     looks = style.line_styles(points["strategy"])
     with style.paper():
-        right = max(text_width_pt(label_of(name), style.SMALL_PT) for name in [*looks, "expected"]) / 72 + 0.44
+        labels = {name: wrapped(label_of(name), _LABEL_PT, style.SMALL_PT) for name in looks}
+        lines = ["expected", *(line for label in labels.values() for line in label)]
+        right = max(text_width_pt(line, style.SMALL_PT) for line in lines) / 72 + 0.44
     height_in, left, gap, bottom, top = 2.4, 0.66, 0.46, 0.42, 0.24
     each = (width_in - left - right - gap * (len(values) - 1)) / len(values)
     if each < 1.2:
@@ -142,7 +145,7 @@ def contours_figure(points: pd.DataFrame, panel: str | None = None, width_in: fl
             ax.set_title(title if panel is None else f"{label_of(value)}, K = {ks[0]}", loc="left", pad=5)
             if i:
                 ax.set_ylabel("")
-        handles = [Line2D([], [], **_marker(look), label=label_of(name)) for name, look in looks.items()]
+        handles = [Line2D([], [], **_marker(look), label="\n".join(labels[name])) for name, look in looks.items()]
         handles.append(Line2D([], [], color=_INK, linewidth=0.8, label=_LINES))
         fig.legend(
             handles=handles, loc="upper left", bbox_to_anchor=((width_in - right + 0.06) / width_in, 0.93),

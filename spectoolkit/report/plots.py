@@ -256,8 +256,8 @@ def legend_above(looks: Mapping[Any, Mapping[str, Any]], width_in: float) -> Leg
     widths = [text_width_pt(label, style.SMALL_PT) / 72 + 0.5 for label in labels]
     handles = [Line2D([], [], **{**look}, label=label) for look, label in zip(looks.values(), labels, strict=True)]
     for num_columns in range(len(labels), 1, -1):
-        num_rows = math.ceil(len(labels) / num_columns)
-        if sum(max(widths[i : i + num_rows]) for i in range(0, len(labels), num_rows)) < width_in - 0.15:
+        columns = np.array_split(widths, num_columns)  # as Matplotlib fills them
+        if sum(max(column) for column in columns) < width_in - 0.15:
             return Legend(handles, num_columns)
     return Legend(handles, 1)
 

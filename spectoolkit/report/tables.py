@@ -51,10 +51,19 @@ class Tables:
         """The rows that fulfil a condition on the axes, e.g. "verifier == 'rejection'" (`DataFrame.query`).
 
         Raises:
-            UsageError: there are none.
+            UsageError: there are none, or it is no condition on columns that `overall`, `by_category` and
+                `differences` all have, as far as these have rows.
         """
         frames = {name: getattr(self, name) for name in ("overall", "by_category", "differences")}
-        kept = {name: frame.query(condition) for name, frame in frames.items() if len(frame)}
+        frames = {name: frame for name, frame in frames.items() if len(frame)}
+        try:
+            kept = {name: frame.query(condition) for name, frame in frames.items()}
+        except (NameError, SyntaxError, KeyError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+            shared = [str(c) for c in self.overall.columns if all(c in frame for frame in frames.values())]
+            raise UsageError(
+                f"condition: expected one on {', '.join(shared)} (in backticks where there are dots), "
+                f"got {condition!r} ({error})"
+            ) from error
         if not len(kept["overall"]):
             raise UsageError(f"condition: expected one that a row fulfils, got {condition!r}")
         return replace(self, **kept)

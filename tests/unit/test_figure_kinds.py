@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from spectoolkit import report
 from spectoolkit.errors import UsageError
@@ -175,12 +176,25 @@ def test_the_figures_of_a_grid_say_what_they_leave_out(tmp_path):
     drawn = chosen.figures(grid, built, {})
     assert set(drawn.figures) == {"sweep", "positions", "histogram", "contours"}
     assert len(drawn.figures["sweep"].axes) == 2
-    assert len(drawn.figures["positions"].axes) == 3
+    positions = drawn.figures["positions"]
+    assert len(positions.axes) == 3
+    positions.canvas.draw()
+    assert positions.legends[0].get_window_extent().x1 <= positions.bbox.x1
     remarks = "\n".join(drawn.remarks)
     assert "positions: shows sampling.temperature = 0, 0.8, 1 of 4 values" in remarks
     assert "histogram: counts accepted draft tokens" in remarks
     replayed = [type(c)(c.settings, c.rows.assign(draft_s=float("nan"))) for c in grid]
     assert "contours: not drawn: only cells decoded live" in "\n".join(chosen.figures(replayed, built, {}).remarks)
+
+
+def test_a_strategy_names_its_rule_where_rules_differ_and_too_many_are_refused_with_a_way_out():
+    grid = cells((0.7,), verifiers=("rejection", "typical", "block"), num_clusters=3, tokens=8)[:7]
+    drawn = chosen.figures(grid, tables.build(grid, ["drafter", "verifier"], num_resamples=5), {})
+    shown = {text.get_text() for text in drawn.figures["positions"].findobj(Text)}
+    assert {"argmax, rejection", "argmax, typical", "argmax, block"} <= shown
+    assert "argmax" not in shown
+    (said,) = [remark for remark in drawn.remarks if remark.startswith("histogram: not drawn")]
+    assert re.search(r"as many panels as fit .* in, got 7; choose some with rows=$", said)
 
 
 def test_step_records_make_the_histogram_one_of_emitted_tokens(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from spectoolkit import cli, config, rebuild
 from spectoolkit.errors import RunError, UsageError
+from spectoolkit.report import chosen
 
 TOY = ["target=tabular", "draft_model=tabular", "prompts.limit=4", "max_new_tokens=8", "batch_size=8"]
 
@@ -32,6 +33,28 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def flip(path: Path) -> None:
+    """Change a byte of a file's data, none of which Parquet needs to find the rest."""
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PAR1") + 40] ^= 255
+    path.write_bytes(data)
+
+
+def swap(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def as_of_old(study: Path) -> None:
+    """Without checksums, and without metadata that say whose rows a file holds."""
+    for path in [*study.glob("cells/*"), *study.glob("steps/*")]:
+        frame = pd.read_parquet(path)
+        frame.attrs = {}
+        frame.to_parquet(path)
+    (study / "store.json").unlink()
+
+
 def test_the_numbers_are_those_of_the_study_and_its_own_files_are_left_alone(study):
     before = contents(study)
     said = rebuild.run([f"study={study}"])
@@ -48,6 +71,7 @@ def test_the_numbers_are_those_of_the_study_and_its_own_files_are_left_alone(stu
         f"{name}.{form}" for name in ("sweep", "positions", "histogram", "contours") for form in ("png", "pdf", "pgf")
     }
     assert "8 of the 8 cells" in said
+    assert "contours: argmax, rejection, same_temperature, rejection left out: only cells decoded live say" in said
     assert "tied with it" in (study / "report" / "table.md").read_text()
     source = (study / "report" / "paper.tex").read_text()
     assert r"\input{table}" in source
@@ -85,11 +109,43 @@ def test_a_file_that_is_not_the_cell_it_is_called_is_an_error(study):
     files = [entry["file"] for entry in json.loads((study / "manifest.json").read_text())["cells"]]
     live, replayed = files[engines.index("live")], files[engines.index("replay")]
     shutil.copy(study / "cells" / live, study / "cells" / replayed)
+    as_of_old(study)
     with pytest.raises(RunError, match="expected rows of engine=replay, got live"):
         rebuild.run([f"study={study}"])
-    (study / "cells" / replayed).write_bytes(b"PAR1")
-    with pytest.raises(RunError, match="is not a readable cell"):
+
+
+def test_damaged_and_swapped_cells_are_listed_and_the_others_are_shown(study):
+    entries = json.loads((study / "manifest.json").read_text())["cells"]
+    torn, one, other, _ = sorted(entry["file"] for entry in entries if entry["settings"]["engine"] == "live")
+    flip(study / "cells" / torn)
+    swap(study / "cells" / one, study / "cells" / other)
+    said = rebuild.run([f"study={study}", "format=markdown,csv"])
+    assert "5 of the 8 cells" in said
+    assert "Damaged: 3 files: " in said
+    assert "the study's own command computes them again." in said
+    assert f"cells/{torn} (its checksum does not fit)" in said
+    assert f"cells/{one} (it holds the rows of cell {other.removesuffix('.parquet')})" in said
+    assert f"cells/{torn} (its checksum does not fit)" in (study / "report" / "table.md").read_text()
+    assert len(pd.read_csv(study / "report" / "table.csv").query("scope == 'overall'")) == 5
+    for path in (study / "cells").iterdir():
+        path.write_bytes(b"PAR1")
+    with pytest.raises(UsageError, match="all 8 are missing or damaged"):
         rebuild.run([f"study={study}"])
+
+
+def test_damaged_step_records_are_listed_and_not_counted(tmp_path):
+    config.plan([*TOY, "drafter=argmax", f"folder={tmp_path}"]).run()
+    (path,) = (tmp_path / "steps").iterdir()
+    flip(path)
+    said = rebuild.run([f"study={tmp_path}", "format=csv,figures"])
+    assert "1 of the 1 cells" in said
+    assert f"Damaged: 1 files: steps/{path.name} (its checksum does not fit)" in said
+    assert "counts accepted" in said
+
+
+def test_a_study_from_before_there_were_checksums_is_rebuilt(study):
+    as_of_old(study)
+    assert "8 of the 8 cells" in rebuild.run([f"study={study}", "format=csv"])
 
 
 def test_rows_and_columns_are_selected(study):
@@ -104,6 +160,11 @@ def test_rows_and_columns_are_selected(study):
     page = (study / "report" / "table.md").read_text()
     assert "verifier rejection, temperature = 0.7" in page
     assert "2 of the 8 cells" in said
+    columns = "columns=drafter,sampling.temperature,drafter.name,acceptance_length"
+    rebuild.run([f"study={study}", "rows=sampling.temperature=0.7,drafter=argmax", columns])  # of one value each
+    table = pd.read_csv(study / "report" / "table.csv").query("scope == 'overall'")
+    assert table["drafter"].tolist() == table["drafter.name"].tolist() == ["argmax", "argmax"]
+    assert table["sampling.temperature"].tolist() == [0.7, 0.7]
     both = rebuild.run(
         [f"study={study}", "rows=drafter=argmax,drafter=same_temperature,verifier=typical", "format=csv"]
     )
@@ -137,6 +198,24 @@ def test_a_study_without_cells_says_so(study):
         rebuild.run([f"study={study}"])
 
 
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ({"cells": "abc"}, "expected a list as cells in manifest.json of .*, got 'abc'"),
+        ({"cells": [{"x": 1}]}, r"expected a cell's file and settings as cells\[0\] in .*, got {'x': 1}"),
+        ({"cells": ["x"]}, r"expected a cell's file and settings as cells\[0\]"),
+        ({"cells": [{"file": "x", "settings": "y"}]}, r"expected a cell's file and settings as cells\[0\]"),
+        ({"cells": [{"file": "x", "settings": {}}], "config": "abc"}, "expected settings as config in .*, got 'abc'"),
+        ({"cells": [{"file": "x", "settings": {}}], "config": {"grid": [1]}}, r"as config\.grid in .*, got \[1\]"),
+        ({"cells": [{"file": "x", "settings": {}}], "config": {"cases": "abc"}}, r"as config\.cases in .*, got 'abc'"),
+    ],
+)
+def test_a_manifest_of_another_shape_is_refused(tmp_path, manifest, message):
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match=message):
+        rebuild.read(tmp_path)
+
+
 def test_a_study_all_of_whose_cells_are_gone_is_refused(study):
     shutil.rmtree(study / "cells")
     with pytest.raises(UsageError, match="all 8 are missing"):
@@ -149,6 +228,19 @@ def test_a_single_cell_can_be_rebuilt_and_its_steps_are_counted(tmp_path):
     assert "1 of the 1 cells" in said
     assert "counts accepted" not in said  # live, so emitted tokens
     assert (tmp_path / "report" / "histogram.pgf").exists()
+
+
+def test_cells_that_draft_nothing_are_not_blamed_for_being_replayed(tmp_path):
+    config.plan([*TOY, "drafter=none", f"folder={tmp_path}"]).run()
+    said = rebuild.run([f"study={tmp_path}", "format=figures"])
+    assert "contours: not drawn: nothing was drafted" in said
+    assert "decoded live" not in said
+
+
+def test_figures_alone_none_of_which_can_be_drawn_are_an_error_with_the_reasons(study, monkeypatch):
+    monkeypatch.setattr(chosen, "MAX_LINES", 0)
+    with pytest.raises(UsageError, match=r"format: expected figures .*got none\n(.*\n)*positions: not drawn, rows: "):
+        rebuild.run([f"study={study}", "format=figures", "into=nowhere"])
 
 
 def test_the_console_script_knows_the_command(finished, tmp_path, monkeypatch, capsys):

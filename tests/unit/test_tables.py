@@ -330,6 +330,9 @@ def test_query_keeps_the_rows_of_every_frame(grid):
     assert "0.7" in latex.table(warm)
     with pytest.raises(UsageError, match="condition: expected one that a row fulfils"):
         built.query("`sampling.temperature` > 9")
+    for condition in ("nope == 1", "drafter", "drafter ==", "sampling.temperature > 0", "lossless"):
+        with pytest.raises(UsageError, match=rf"condition: expected one on .*sampling\.temp.*got '{condition}"):
+            built.query(condition)
 
 
 def test_a_notebook_shows_the_main_table_with_the_best_lossless_row_of_each_point(grid):
