@@ -93,7 +93,8 @@ class Batch:
     def verify_noise(self, proposal: Proposal) -> Uniforms:
         """The noise that judges `proposal`, whose own was `draft_noise`."""
         width = proposal.tokens.shape[-1]
-        if self._num_chains is not None:
+        is_wider = self._num_chains is None and self._step_noise[1].shape[1] <= width  # padded further than asked for
+        if self._num_chains is not None or is_wider:
             return verify_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width, self._num_chains)
         found, keys = self._step_noise
         return Uniforms(found[:, Role.ACCEPT, :width], found[:, Role.EMIT, : width + 1], keys[:, : width + 1])

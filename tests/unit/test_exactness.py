@@ -481,7 +481,7 @@ def test_every_part_that_makes_a_claim_is_sampled_with_a_partner(monkeypatch, tm
         raise InterruptedError
 
     monkeypatch.setattr("spectoolkit.studies.exactness.compute", compute)
-    monkeypatch.setattr("spectoolkit.studies.exactness.prove", lambda make_pair: None)
+    monkeypatch.setattr("spectoolkit.studies.exactness.prove", lambda make_pair, **_: None)
     with pytest.raises(InterruptedError):
         plan.run()
     pairs = {(cell.settings["drafter.name"], cell.settings["verifier.name"]): cell for cell in plan.cells}
