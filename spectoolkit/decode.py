@@ -74,7 +74,8 @@ def decode(
         verdict, target_probs = judge(verifier, batch.sampling, logits, proposal, noise, keeps_rows=keeps_rows)
 
         emitted = batch.commit(proposal, verdict, verifier.keeps_law)
-        if observe is not None and target_probs is not None:
+        if observe is not None:
+            assert target_probs is not None  # kept on request
             rows = target_probs if verdict.chain is None else take(target_probs, verdict.chain)
             observe(batch.sampling.request_ids, rows, proposal, emitted)
         target_state = keep_chain(target, target_state, proposal, verdict)

@@ -219,6 +219,11 @@ def difference(estimate: float, samples: np.ndarray, confidence: float = 0.95) -
     return Difference(float(estimate), *found)
 
 
+def with_ends(name: str, value: Sequence[float]) -> dict[str, float]:
+    """Columns `name`, `name_low` and `name_high` of a (value, low, high)."""
+    return dict(zip((name, f"{name}_low", f"{name}_high"), value, strict=True))
+
+
 def interval(samples: np.ndarray, confidence: float = 0.95) -> Interval:
     """The (1 ± confidence)/2 quantiles of the samples that are defined; NaN where none is.
 

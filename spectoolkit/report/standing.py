@@ -76,5 +76,4 @@ def rule(axes: Mapping[str, str], confidence: float, num_resamples: int, bold: s
 
 
 def _row(standing: str, less: metrics.Difference) -> dict[str, Any]:
-    names = ("below_best", "below_best_low", "below_best_high")
-    return {"standing": standing} | dict(zip(names, map(float, less), strict=True))
+    return {"standing": standing} | metrics.with_ends("below_best", [float(value) for value in less])

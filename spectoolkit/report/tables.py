@@ -254,7 +254,7 @@ def _differences(
         if base is not None:
             difference = metrics.paired_difference(cell.rows, cells[base].rows, "acceptance_length", *options)
         row = {column: values[i] for column, values in columns.items()}
-        numbers = dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
+        numbers = metrics.with_ends("difference", difference)
         found.append(row | {"baseline": name} | numbers | {"excludes_zero": difference.excludes_zero})
     return found
 

@@ -153,7 +153,7 @@ def orders(cells: Sequence[CellResult], names: Sequence[str], confidence: float 
         for i, j in itertools.combinations(range(len(cells)), 2):
             found = metrics.difference(float(estimates[i] - estimates[j]), samples[:, i] - samples[:, j], confidence)
             row = {"metric": metric, "definition": label, "one": names[i], "other": names[j]}
-            row |= dict(zip(("difference", "difference_low", "difference_high"), found, strict=True))
+            row |= metrics.with_ends("difference", found)
             rows.append(row | {"excludes_zero": found.excludes_zero})
     return pd.DataFrame(rows)
 
@@ -181,7 +181,7 @@ def choices(cells: Sequence[CellResult], names: Sequence[str], confidence: float
         for i, name in enumerate(names):
             found = metrics.difference(float(estimates[i] - base[i]), samples[:, i] - base_samples[:, i], confidence)
             row = {"choice": choice, "metric": metric, "without": without, "strategy": name, "value": base[i]}
-            row |= dict(zip(("difference", "difference_low", "difference_high"), found, strict=True))
+            row |= metrics.with_ends("difference", found)
             rows.append(row | {"excludes_zero": found.excludes_zero})
     return pd.DataFrame(rows)
 

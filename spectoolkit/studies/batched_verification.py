@@ -293,8 +293,8 @@ def tabulated(runs: Mapping[tuple[int, str], Sequence[Run]], experiment: Experim
         row |= _ratios("scoring_over_together", done, base, "scoring_s")
         values = metrics.resample([frames[size, way], frames[size, "together"]], "acceptance_length")
         (mine, other), (samples, others) = values.estimates, values.samples.T
-        row |= _with_ends("acceptance_length", metrics.difference(mine, samples))
-        row |= _with_ends("al_difference", metrics.difference(mine - other, samples - others))
+        row |= metrics.with_ends("acceptance_length", metrics.difference(mine, samples))
+        row |= metrics.with_ends("al_difference", metrics.difference(mine - other, samples - others))
         row |= {"steps": steps, "slots": slots / emitted, "placeholders": placeholders / emitted}
         row |= {"rejected": (drafted - verified - unused) / emitted, "unused": unused / emitted}
         row |= {"cut": (steps + verified - emitted) / emitted}
@@ -334,11 +334,7 @@ def _request_rows(done: Sequence[Run], experiment: Experiment) -> pd.DataFrame:
 
 def _ratios(name: str, done: Sequence[Run], base: Sequence[Run], of: str) -> dict[str, float]:
     over = [getattr(one, of) / getattr(other, of) for one, other in zip(done, base, strict=True)]
-    return _with_ends(name, (statistics.median(over), min(over), max(over)))
-
-
-def _with_ends(name: str, value: Sequence[float]) -> dict[str, float]:
-    return dict(zip((name, f"{name}_low", f"{name}_high"), value, strict=True))
+    return metrics.with_ends(name, (statistics.median(over), min(over), max(over)))
 
 
 def _same(done: Sequence[Run], base: Sequence[Run]) -> float:

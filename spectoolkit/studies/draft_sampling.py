@@ -264,7 +264,7 @@ def compared(cells: Sequence[CellResult], x: str, claims: Mapping[str, str] | No
             row |= {"exactness": claims.get(name, "")}
             row |= {"draft_bytes_per_token": metrics.summarise(made[name][0])["draft_bytes_per_token"]}
             for column, value in (("acceptance_length", length), ("ratio", ratio), ("difference", minus)):
-                row |= dict(zip((column, f"{column}_low", f"{column}_high"), value, strict=True))
+                row |= metrics.with_ends(column, value)
             rows.append(row | {"public_ratio": PUBLIC[x].ratio(name, at, temperature)})
     return pd.DataFrame(rows)
 
@@ -282,9 +282,7 @@ def argmax_against(cells: Sequence[CellResult], x: str) -> pd.DataFrame:
             argmax, random = (cells[found[at, name]].rows for name in (ARGMAX, other))
             difference = metrics.paired_difference(argmax, random, "acceptance_length")
             rows.append(
-                {x: at, "random": other}
-                | dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
-                | {"ahead": _ahead(difference)}
+                {x: at, "random": other} | metrics.with_ends("difference", difference) | {"ahead": _ahead(difference)}
             )
     return pd.DataFrame(rows)
 

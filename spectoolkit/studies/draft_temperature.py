@@ -85,7 +85,7 @@ def best_draft_temperatures(cells: Sequence[CellResult]) -> pd.DataFrame:
         for name, i in others.items():
             lost = values.samples[:, best] - values.samples[:, i]
             loss = metrics.difference(values.estimates[best] - values.estimates[i], lost)
-            row |= dict(zip((f"loss_{name}", f"loss_{name}_low", f"loss_{name}_high"), loss, strict=True))
+            row |= metrics.with_ends(f"loss_{name}", loss)
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -210,20 +210,16 @@ def compared(
         row |= {"rule": rule(cell.settings), "recovered": RECOVERED[rule(cell.settings)], "claim": finding.claim}
         row |= {"exactness": finding.verdict, "one_step": finding.proof.one_step, "two_steps": finding.proof.two_steps}
         row |= {"emitted": metrics.summarise(cell.rows)["emitted"], "base": "" if i == j else _name(cells[j].settings)}
-        row |= _with_ends("acceptance_length", metrics.difference(mine, samples))
+        row |= metrics.with_ends("acceptance_length", metrics.difference(mine, samples))
         none = metrics.Difference(math.nan, math.nan, math.nan)
-        row |= _with_ends("difference", none if i == j else metrics.difference(mine - other, samples - others))
-        row |= _with_ends("length_ratio", none if i == j else metrics.difference(mine / other, samples / others))
+        row |= metrics.with_ends("difference", none if i == j else metrics.difference(mine - other, samples - others))
+        row |= metrics.with_ends("length_ratio", none if i == j else metrics.difference(mine / other, samples / others))
         for name, of in (("speed_ratio", "tokens_per_s"), ("step_ratio", "step_s")):
             turns = [a[of] / b[of] for a, b in zip(times.get(i, ()), times.get(j, ()), strict=True)] if i != j else []
-            row |= _with_ends(name, (statistics.median(turns), min(turns), max(turns)) if turns else none)
+            row |= metrics.with_ends(name, (statistics.median(turns), min(turns), max(turns)) if turns else none)
         shares = [turn["verify_share"] for turn in times.get(i, ())]
         rows.append(row | {"verify_share": statistics.median(shares) if shares else math.nan})
     return pd.DataFrame(rows)
-
-
-def _with_ends(name: str, value: Sequence[float]) -> dict[str, float]:
-    return dict(zip((name, f"{name}_low", f"{name}_high"), value, strict=True))
 
 
 def _sections(found: pd.DataFrame, config: Mapping[str, Any], timed: tuple[int, int, int] | None) -> list[str]:

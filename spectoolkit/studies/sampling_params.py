@@ -337,7 +337,7 @@ def comparisons(results: Sequence[CellResult], questions: Sequence[Question]) ->
                     difference = metrics.paired_difference(a, b, metric)
                     row = {"question": question.name, "num_draft_tokens": k, "one": one, "other": other}
                     row |= {"same_law": other == "neither" or one == "target only", "metric": metric}
-                    row |= dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
+                    row |= metrics.with_ends("difference", difference)
                     rows.append(row | {"excludes_zero": difference.excludes_zero})
     return pd.DataFrame(rows, columns=pd.Index(COMPARED))
 
