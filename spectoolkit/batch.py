@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import Completion, DraftNoise, Proposal, Request, StepRecord, Uniforms, Verdict
-from spectoolkit.functional.noise import (
-    Role,
-    chain_uniforms,
-    position_keys,
-    request_key,
-    request_states,
-    step_noise,
-    uniforms,
-)
-from spectoolkit.functional.ragged import pad_rows
+from spectoolkit.datatypes import Completion, DraftNoise, Judged, Proposal, Request, StepRecord, Uniforms
+from spectoolkit.functional.noise import Role, chain_uniforms, position_keys, request_key, request_states, uniforms
+from spectoolkit.functional.noise_ahead import NoiseAhead
+from spectoolkit.functional.ragged import pad_rows, to_device
 from spectoolkit.interfaces import LanguageModel
+from spectoolkit.laps import Laps
 from spectoolkit.sampling import SamplingState
 
 
@@ -30,7 +25,8 @@ class Row:
 
     request: Request
     output: list[int] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
+    steps: list[_Step] = field(default_factory=list)
+    laps: list[tuple[Laps, int]] = field(default_factory=list)
     finish_reason: str | None = None
     draft_bytes_per_token: int = 0
 
@@ -40,9 +36,35 @@ class Row:
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
-        return Completion(
-            self.request, tuple(self.output), self.finish_reason, tuple(self.steps), self.draft_bytes_per_token
+        records = tuple(
+            StepRecord(
+                request_id=self.request.id,
+                step=number,
+                start=step.start,
+                drafted=step.drafted,
+                verified=step.verified,
+                accepted=min(step.verified, step.emitted),
+                emitted=step.emitted,
+                truncated=step.truncated,
+                judged_alone=tuple(map(bool, step.judged_alone)),
+                draft_s=laps.seconds[0] / num_rows,
+                target_s=laps.seconds[1] / num_rows,
+                verify_s=laps.seconds[2] / num_rows,
+            )
+            for number, (step, (laps, num_rows)) in enumerate(zip(self.steps, self.laps, strict=True))
         )
+        return Completion(self.request, tuple(self.output), self.finish_reason, records, self.draft_bytes_per_token)
+
+
+class _Step(NamedTuple):
+    """What a `StepRecord` is made of, but for the times."""
+
+    start: int
+    drafted: int
+    verified: int
+    emitted: int
+    truncated: bool
+    judged_alone: list[int]
 
 
 class Batch:
@@ -53,8 +75,8 @@ class Batch:
     Attributes:
         rows: the running requests, in the order of the models' rows.
         sampling: their sampling parameters and histories.
-        last_tokens: [B, 1], the last committed token of each.
-        draft_budget: [B], how many tokens may be drafted: K, and one less than may still be emitted.
+        last_tokens: [B, 1], the last committed token of each, on the target's device.
+        draft_budget: [B] on the host, how many tokens may be drafted: K, and one less than may still be emitted.
 
     `keeps_histories` has `sampling` count tokens where no request asks for it (`Penalties.of`).
     """
@@ -83,11 +105,17 @@ class Batch:
 
     def draft_noise(self) -> DraftNoise:
         """Noise of K positions, K the largest draft budget of the batch."""
-        width = min(self._num_draft_tokens, max(row.remaining for row in self.rows) - 1)
+        width = max(self._budget)
         if self._num_chains is not None:
-            return draft_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width, self._num_chains)
-        self._step_noise = step_noise(self._request_states, self.sampling.num_tokens, width + 1)
-        found, keys = self._step_noise
+            return draft_noise(self._seeds, self._request_keys, self._starts(), width, self._num_chains)
+        starts = self.sampling.num_tokens
+        noise = None if self._ahead is None else self._ahead.at(starts)
+        if noise is None:
+            self._ahead = NoiseAhead.of(self._request_states, starts, self._num_draft_tokens + 1)
+            noise = self._ahead.at(starts)
+            assert noise is not None
+        self._step_noise = noise
+        found, keys = noise
         return DraftNoise(found[:, Role.DRAFT, :width], keys[:, :width])
 
     def verify_noise(self, proposal: Proposal) -> Uniforms:
@@ -95,55 +123,61 @@ class Batch:
         width = proposal.tokens.shape[-1]
         is_wider = self._num_chains is None and self._step_noise[1].shape[1] <= width  # padded further than asked for
         if self._num_chains is not None or is_wider:
-            return verify_noise(self._seeds, self._request_keys, self.sampling.num_tokens, width, self._num_chains)
+            return verify_noise(self._seeds, self._request_keys, self._starts(), width, self._num_chains)
         found, keys = self._step_noise
-        return Uniforms(found[:, Role.ACCEPT, :width], found[:, Role.EMIT, : width + 1], keys[:, : width + 1])
+        if width + 1 < keys.shape[1]:
+            found, keys = found[..., : width + 1], keys[:, : width + 1]
+        return Uniforms(found[:, Role.ACCEPT, :width], found[:, Role.EMIT], keys)
 
-    def commit(self, proposal: Proposal, verdict: Verdict, keeps_law: bool) -> Tensor:
+    def _starts(self) -> Tensor:
+        return to_device(torch.tensor(self.sampling.num_tokens), self._seeds.device)
+
+    def commit(self, proposal: Proposal, judged: Judged, keeps_law: bool) -> Tensor:
         """Take over a verdict: cut every block where its request ends, and record the step.
 
         `keeps_law` is that of the verifier.
 
         Returns:
-            [B, <= K+1] what each row emitted, padded. The one copy from device to host of a step happens here;
-            several chains take one more (`chains.keep_chain`).
+            [B, <= K+1] what each row emitted, padded, on the host. The one copy from device to host of a step happens
+            here; several chains take one more (`chains.keep_chain`).
+
+        Raises:
+            InvalidLogitsError, ContractError: what `proposal` or `judged` says was wrong on the device.
         """
-        width = proposal.tokens.shape[-1]
-        counts = torch.stack([proposal.lengths, verdict.num_accepted], dim=1)
-        decided = torch.cat([counts, verdict.emitted, verdict.judged_alone.long()], dim=1).tolist()
+        decided = _on_host(proposal, judged)
+        if any(row.has_fault for row in decided):
+            self.refuse_drafts(proposal)
+            judged = replace(judged, verdict=judged.again(), faults=None)
+            decided = _on_host(proposal, judged)
         draft_bytes = proposal.law.bytes_per_token(self._target.vocab_size) if keeps_law else 0
         emitted: list[list[int]] = []
-        for row, (drafted, verified, *rest) in zip(self.rows, decided, strict=True):
-            block = [token for token in rest[: width + 1] if token >= 0]
+        for row, (drafted, verified, tokens, judged_alone, _) in zip(self.rows, decided, strict=True):
+            block = [token for token in tokens if token >= 0]
             kept, row.finish_reason = cut(row.request, row.output, block, self._target.tokenizer.decode)
             row.steps.append(
-                StepRecord(
-                    request_id=row.request.id,
-                    step=len(row.steps),
-                    start=len(row.output),
-                    drafted=drafted,
-                    verified=verified,
-                    accepted=min(verified, len(kept)),
-                    emitted=len(kept),
-                    truncated=len(kept) < len(block),
-                    judged_alone=tuple(bool(flag) for flag in rest[width + 1 :][:drafted]),
-                )
+                _Step(len(row.output), drafted, verified, len(kept), len(kept) < len(block), judged_alone[:drafted])
             )
             row.output += kept
             row.draft_bytes_per_token = max(row.draft_bytes_per_token, draft_bytes)
             emitted.append(kept)
-        committed = pad_rows(emitted, self._target.device)
+        committed = pad_rows(emitted)
         self.sampling = self.sampling.commit(committed)
-        self.last_tokens = torch.tensor([[row.output[-1]] for row in self.rows], device=self._target.device)
-        self.draft_budget = self._draft_budget()
+        self._advanced()
         return committed
 
-    def record_times(self, draft_s: float, target_s: float, verify_s: float) -> None:
-        """Share the wall time of the step that was just committed among its rows."""
-        share = {"draft_s": draft_s, "target_s": target_s, "verify_s": verify_s}
-        share = {name: seconds / len(self.rows) for name, seconds in share.items()}
+    def refuse_drafts(self, proposal: Proposal) -> None:
+        """Raise for a draft row from which no distribution follows; this waits for the device.
+
+        Raises:
+            InvalidLogitsError: names the request and the position.
+        """
+        if proposal.faults is not None:
+            self.sampling.refuse(proposal.faults, proposal.tokens[:, :-1], "draft")
+
+    def record_laps(self, laps: Laps) -> None:
+        """The times of the step that was just committed, which its rows share."""
         for row in self.rows:
-            row.steps[-1] = replace(row.steps[-1], **share)
+            row.laps.append((laps, len(self.rows)))
 
     def turn_over(self) -> tuple[list[Completion], list[int], list[Request], list[int] | None]:
         """Let finished rows leave and waiting requests take their places.
@@ -178,13 +212,42 @@ class Batch:
         self._seeds = torch.tensor([r.seed for r in requests], device=device)
         self._request_keys = torch.tensor([request_key(r.id) for r in requests], device=device)
         self._request_states = request_states(self._seeds, self._request_keys)
-        last = [(output or prompt)[-1] for output, prompt in zip(outputs, self.prompts, strict=True)]
-        self.last_tokens = torch.tensor(last, device=device)[:, None]
-        self.draft_budget = self._draft_budget()
+        self._ahead: NoiseAhead | None = None
+        self._advanced()
 
-    def _draft_budget(self) -> Tensor:
-        budget = [min(self._num_draft_tokens, row.remaining - 1) for row in self.rows]
-        return torch.tensor(budget, device=self._target.device)
+    def _advanced(self) -> None:
+        last = [[(row.output or row.request.prompt)[-1]] for row in self.rows]
+        self.last_tokens = to_device(torch.tensor(last), self._target.device)
+        self._budget = [min(self._num_draft_tokens, row.remaining - 1) for row in self.rows]
+        self.draft_budget = torch.tensor(self._budget)
+
+
+class _Decided(NamedTuple):
+    """A row's part of a step, on the host."""
+
+    drafted: int
+    verified: int
+    tokens: list[int]
+    judged_alone: list[int]
+    has_fault: bool
+
+
+def _on_host(proposal: Proposal, judged: Judged) -> list[_Decided]:
+    """What was decided, in one copy from a device."""
+    verdict = judged.verdict
+    parts = [proposal.lengths[:, None], verdict.num_accepted[:, None], verdict.emitted, verdict.judged_alone]
+    parts += [faults for faults in (judged.faults, proposal.faults) if faults is not None]
+    if proposal.lengths.device.type == "cpu":
+        by_part = [part.tolist() for part in parts]
+    else:
+        by_part = [part.tolist() for part in torch.cat(parts, dim=1).cpu().split([p.shape[1] for p in parts], dim=1)]
+    decided = []
+    for (drafted,), (verified,), tokens, judged_alone, *faults in zip(*by_part, strict=True):
+        # Behind a proposal's end there is one more row of the target, and nothing else that belongs to a token.
+        # That of the draft there is as filling, with a distribution.
+        has_fault = any(any(of_row[: drafted + 1]) for of_row in faults)
+        decided.append(_Decided(drafted, verified, tokens, judged_alone, has_fault))
+    return decided
 
 
 def draft_noise(

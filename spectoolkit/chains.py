@@ -5,6 +5,7 @@ This costs the target C times the rows of an ordinary step, and a copy of its ca
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from spectoolkit.datatypes import Proposal, Verdict
 from spectoolkit.errors import ContractError
-from spectoolkit.functional.ragged import repeated
+from spectoolkit.functional.ragged import repeated, to_device
 from spectoolkit.interfaces import LanguageModel
-from spectoolkit.sampling import SamplingState
+from spectoolkit.sampling import SamplingState, are_faults
 
 
 def score_proposal(target: LanguageModel, state: Any, last_tokens: Tensor, proposal: Proposal) -> tuple[Tensor, Any]:
@@ -26,18 +27,34 @@ def score_proposal(target: LanguageModel, state: Any, last_tokens: Tensor, propo
     if num_chains > 1:
         state = target.select(state, repeated(len(last_tokens), num_chains))
         last_tokens = last_tokens.repeat_interleave(num_chains, 0)
-    drafts = proposal.tokens.flatten(0, -2).clamp(min=0)
-    return target.score(state, torch.cat([last_tokens, drafts], dim=1))
+    drafts = proposal.tokens.flatten(0, -2)
+    return target.score(state, torch.cat([last_tokens, drafts], dim=1).clamp_(min=0))
+
+
+def on_device(proposal: Proposal, device: torch.device) -> Proposal:
+    """The proposal with tokens and lengths on the target's device; drafters that look up text make them on the host."""
+    if proposal.tokens.device == device == proposal.lengths.device:
+        return proposal
+    tokens, lengths = to_device(proposal.tokens, device), to_device(proposal.lengths, device)
+    return replace(proposal, tokens=tokens, lengths=lengths)
+
+
+def proposal_rows(sampling: SamplingState, logits: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
+    """Target rows [B, K+1, V], or [B, C, K+1, V] of chains, of the logits of `score_proposal`; faults [B * C, K+1]."""
+    probs, marks = sampling.repeat(proposal.num_chains or 1).rows(logits, proposal.tokens.flatten(0, -2))
+    probs = probs if proposal.num_chains is None else probs.unflatten(0, (-1, proposal.num_chains))
+    return probs, are_faults(marks)
 
 
 def proposal_probs(sampling: SamplingState, logits: Tensor, proposal: Proposal) -> Tensor:
-    """Target rows [B, K+1, V], or [B, C, K+1, V] of chains, of the logits of `score_proposal`.
+    """The rows of `proposal_rows`.
 
     Raises:
         InvalidLogitsError: as `SamplingState.probs`.
     """
-    probs = sampling.repeat(proposal.num_chains or 1).probs(logits, proposal.tokens.flatten(0, -2), "target")
-    return probs if proposal.num_chains is None else probs.unflatten(0, (-1, proposal.num_chains))
+    probs, faults = proposal_rows(sampling, logits, proposal)
+    sampling.repeat(proposal.num_chains or 1).refuse(faults, proposal.tokens.flatten(0, -2), "target")
+    return probs
 
 
 def keep_chain(target: LanguageModel, state: Any, proposal: Proposal, verdict: Verdict) -> Any:

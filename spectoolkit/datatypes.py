@@ -6,7 +6,7 @@ slot that holds no token and never reaches an embedding, a counter or an index.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -205,11 +205,14 @@ class Proposal:
         tokens: [B, K] ids, `PAD` from `lengths[b]` on; [B, C, K] of the law `Chains`.
         lengths: [B], 0 <= lengths <= K; a drafter may propose nothing. All chains of a sequence have the same.
         law: what the tokens were drawn from; never absent.
+        faults: [B, K] bool, where no distribution follows from the row that a token was to be drawn from, for the loop
+            to refuse; None where the drafter has refused them itself.
     """
 
     tokens: Tensor
     lengths: Tensor
     law: DraftLaw
+    faults: Tensor | None = None
 
     @property
     def num_chains(self) -> int | None:
@@ -263,6 +266,24 @@ class Verdict:
     emitted: Tensor
     judged_alone: Tensor
     chain: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A verdict, and what is not known yet on the host.
+
+    Attributes:
+        verdict: to be used unless there is a fault.
+        target_probs: [B, K+1, V] the target's rows, [B, C, K+1, V] of chains; None where none were made.
+        faults: [B, n] nonzero where column i <= length says that a row gives no distribution, or that a contract was
+            broken; None: there is none.
+        again: to be called where there is one: raises the error, or gives the verdict after all.
+    """
+
+    verdict: Verdict
+    target_probs: Tensor | None
+    faults: Tensor | None
+    again: Callable[[], Verdict]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ accept different numbers of tokens and come and go.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -15,14 +14,15 @@ import torch
 from torch import Tensor
 
 from spectoolkit.batch import Batch
-from spectoolkit.chains import keep_chain, score_proposal
+from spectoolkit.chains import keep_chain, on_device, score_proposal
 from spectoolkit.datatypes import Completion, Proposal, Request
 from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import take
-from spectoolkit.functional.ragged import row_lengths
+from spectoolkit.functional.ragged import row_lengths, to_device
 from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier, reads_histories
 from spectoolkit.kernels.dispatch import judge
+from spectoolkit.laps import Laps
 from spectoolkit.scoring import Scorer
 
 Observer = Callable[[Sequence[str], Tensor, Proposal, Tensor], None]
@@ -63,26 +63,32 @@ def decode(
     )
     target_state, draft_state = _start(target, drafter, batch.prompts)
     while batch.rows:
-        clock = _Clock(target.device)
+        laps = Laps(target.device)
+        laps.mark()
         proposal, draft_state = drafter.propose(draft_state, batch.sampling, batch.draft_budget, batch.draft_noise())
-        draft_s = clock.lap()
+        proposal = on_device(proposal, target.device)
+        laps.mark()
 
         logits, target_state = score(target, target_state, batch.last_tokens, proposal)
-        target_s = clock.lap()
+        laps.mark()
 
+        if target.device.type == "cpu":  # elsewhere this would wait for the device: `commit` learns of it
+            batch.refuse_drafts(proposal)
         noise, keeps_rows = batch.verify_noise(proposal), observe is not None
-        verdict, target_probs = judge(verifier, batch.sampling, logits, proposal, noise, keeps_rows=keeps_rows)
+        judged = judge(verifier, batch.sampling, logits, proposal, noise, keeps_rows=keeps_rows)
 
-        emitted = batch.commit(proposal, verdict, verifier.keeps_law)
+        emitted = batch.commit(proposal, judged, verifier.keeps_law)
+        verdict, target_probs = judged.verdict, judged.target_probs
         if observe is not None:
             assert target_probs is not None  # kept on request
             rows = target_probs if verdict.chain is None else take(target_probs, verdict.chain)
-            observe(batch.sampling.request_ids, rows, proposal, emitted)
+            observe(batch.sampling.request_ids, rows, proposal, to_device(emitted, target.device))
         target_state = keep_chain(target, target_state, proposal, verdict)
-        target_state = target.rollback(target_state, batch.sampling.num_tokens - 1)
-        features = _features(target, drafter, target_state, row_lengths(emitted))
+        target_state = target.rollback(target_state, torch.tensor(batch.sampling.num_tokens) - 1)
+        features = _features(target, drafter, target_state, row_lengths(emitted)) if drafter.feature_layers else None
         draft_state = drafter.commit(draft_state, emitted, features)
-        batch.record_times(draft_s, target_s, clock.lap())
+        laps.mark()
+        batch.record_laps(laps)
 
         completions, taken, joined, staying = batch.turn_over()
         if joined:
@@ -97,7 +103,7 @@ def decode(
 def _start(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
     """Target state, which lacks each prompt's last token, and draft state of fresh requests."""
     target_state = target.prefill([prompt[:-1] for prompt in prompts])
-    num_cached = torch.tensor([len(prompt) - 1 for prompt in prompts], device=target.device)
+    num_cached = torch.tensor([len(prompt) - 1 for prompt in prompts])
     return target_state, drafter.start(prompts, _features(target, drafter, target_state, num_cached))
 
 
@@ -167,17 +173,3 @@ def check_pair(drafter: Drafter, verifier: Verifier) -> None:
             f"{type(drafter).__name__} with {type(verifier).__name__}: the verifier judges drafts of the laws "
             f"{[law.__name__ for law in verifier.laws]}, the drafter's are {unfit}"
         )
-
-
-class _Clock:
-    """Wall time since the last lap, the device's queue included."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._then = time.perf_counter()
-
-    def lap(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        then, self._then = self._then, time.perf_counter()
-        return self._then - then

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import SamplingParams
 from spectoolkit.errors import ContractError, InvalidLogitsError, UsageError
-from spectoolkit.functional.warp import Penalties, penalise, warp
+from spectoolkit.functional.ragged import to_device
+from spectoolkit.functional.warp import SMALLEST_TEMPERATURE, Penalties, penalise, warp
 
 
 @dataclass(frozen=True)
@@ -22,19 +24,21 @@ class SamplingState:
 
     Attributes:
         request_ids: B names, for error messages.
-        num_tokens: [B] committed tokens (prompt and output), so the next token has this position.
+        num_tokens: B numbers of committed tokens (prompt and output), so the next token has this position.
         temperature: [B] float64.
         top_k, top_p, min_p: [B], or None where no request uses the filter.
         penalties: and token histories, or None where nobody asks for either.
+        is_greedy: whether T = 0 in all rows (True) or in none (False); None: in some, or it is not known.
     """
 
     request_ids: tuple[str, ...]
-    num_tokens: Tensor
+    num_tokens: tuple[int, ...]
     temperature: Tensor
     top_k: Tensor | None
     top_p: Tensor | None
     min_p: Tensor | None
     penalties: Penalties | None
+    is_greedy: bool | None = None
 
     @staticmethod
     def of(
@@ -63,20 +67,20 @@ class SamplingState:
                     f"sampling.logit_bias of request {request_id!r}: expected token ids below {vocab_size}, "
                     f"got {max(p.logit_bias)}"
                 )
-        num_tokens = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
         return SamplingState(
             request_ids=tuple(request_ids),
-            num_tokens=torch.tensor(num_tokens, dtype=torch.int64, device=device),
+            num_tokens=tuple(len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)),
             temperature=torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
             top_k=column("top_k", 0, torch.int64),
             top_p=column("top_p", 1.0, torch.float64),
             min_p=column("min_p", 0.0, torch.float64),
             penalties=Penalties.of(params, prompts, outputs, vocab_size, device, keeps_histories=keeps_histories),
+            is_greedy={0: False, len(params): True}.get(sum(p.temperature == 0 for p in params)),
         )
 
-    def with_temperature(self, temperature: Tensor) -> SamplingState:
-        """The same requests at other temperatures [B]."""
-        return replace(self, temperature=temperature)
+    def with_temperature(self, temperature: Tensor, is_greedy: bool | None = None) -> SamplingState:
+        """The same requests at other temperatures [B]; `is_greedy` as the attribute."""
+        return replace(self, temperature=temperature, is_greedy=is_greedy)
 
     def with_filters(
         self, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
@@ -105,12 +109,13 @@ class SamplingState:
 
         return SamplingState(
             request_ids=tuple(request_id for request_id in self.request_ids for _ in range(times)),
-            num_tokens=self.num_tokens.repeat_interleave(times, 0),
+            num_tokens=tuple(number for number in self.num_tokens for _ in range(times)),
             temperature=self.temperature.repeat_interleave(times, 0),
             top_k=repeated(self.top_k),
             top_p=repeated(self.top_p),
             min_p=repeated(self.min_p),
             penalties=None if self.penalties is None else self.penalties.repeat(times),
+            is_greedy=self.is_greedy,
         )
 
     def with_repetition_penalty(self, value: float | None) -> SamplingState:
@@ -127,12 +132,13 @@ class SamplingState:
         return replace(self, penalties=replace(self.penalties, repetition=column))
 
     def commit(self, emitted: Tensor) -> SamplingState:
-        """The state after `emitted` [B, N] (padded with -1) was added to the outputs."""
-        return replace(
-            self,
-            num_tokens=self.num_tokens + (emitted >= 0).sum(-1),
-            penalties=None if self.penalties is None else self.penalties.extend(emitted),
-        )
+        """The state after `emitted` [B, N] (padded with -1), which is on the host, was added to the outputs."""
+        counts = [sum(token >= 0 for token in row) for row in emitted.tolist()]
+        num_tokens = tuple(number + count for number, count in zip(self.num_tokens, counts, strict=True))
+        penalties = self.penalties
+        if penalties is not None:
+            penalties = penalties.extend(to_device(emitted, self.temperature.device))
+        return replace(self, num_tokens=num_tokens, penalties=penalties)
 
     def probs(self, logits: Tensor, appended: Tensor, model: str) -> Tensor:
         """Probabilities [B, Q, V] of logits [B, Q, V] whose row i follows the tokens `appended[:, :A - Q + 1 + i]`.
@@ -141,29 +147,59 @@ class SamplingState:
         in the penalties. float32, or float64 for float64 logits. `model` ("target" or "draft") is for error messages.
 
         Raises:
-            InvalidLogitsError: NaN, +inf or no finite entry in a row that belongs to a token (see `check`).
+            InvalidLogitsError: NaN, +inf or no finite entry in a row that belongs to a token (see `refuse`).
         """
-        self.check(logits, appended, model)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.penalties is not None:
-            logits = penalise(logits, self.penalties, appended)
-        probs = warp(logits, self.temperature, self.top_k, self.top_p, self.min_p)
-        # A softmax that overflows (a tiny temperature and huge logits) is NaN as a whole row.
-        self._refuse(probs[..., 0].isnan(), appended, model)
+        probs, marks = self.rows(logits, appended)
+        self.refuse(are_faults(marks), appended, model)
         return probs
 
-    def check(self, logits: Tensor, appended: Tensor, model: str) -> None:
-        """Refuse rows from which no distribution follows, naming request and position.
+    def rows(self, logits: Tensor, appended: Tensor) -> tuple[Tensor, Tensor]:
+        """As `probs`, with marks [B, Q] that are finite where a distribution follows: nothing is read back."""
+        if self._is_softmax and logits.dtype != torch.float64:
+            probs = torch.softmax(logits / self._divisor, -1)
+        else:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if self.penalties is not None:
+                wide = penalise(wide, self.penalties, appended)
+            probs = warp(wide, self.temperature, self.top_k, self.top_p, self.min_p, is_greedy=self.is_greedy)
+        # NaN, +inf, no finite entry, or an overflow (a tiny temperature and huge logits) make a softmax NaN throughout.
+        marks = probs[..., 0]
+        if self.is_greedy is not False:
+            marks = marks + logits.amax(-1)  # amax propagates NaN; -inf: no entry is finite
+        return probs, marks
 
-        A row behind a -1 in `appended` belongs to no token and may hold anything.
+    def largest(self, logits: Tensor, appended: Tensor) -> tuple[Tensor, Tensor]:
+        """Where all rows are greedy: their tokens [B, Q], and marks as in `rows`."""
+        top, tokens = logits.max(-1)  # of several largest ones the lowest id
+        if self.penalties is not None:
+            tokens = penalise(logits, self.penalties, appended).argmax(-1)
+        return tokens, top
+
+    def refuse(self, faults: Tensor, appended: Tensor, model: str) -> None:
+        """Raise for the first of the rows `faults` [B, Q] that belongs to a token; a row behind a -1 does not.
+
+        Raises:
+            InvalidLogitsError: names the request and the position.
         """
-        self._refuse(~logits.amax(-1).isfinite(), appended, model)  # amax propagates NaN; -inf: no entry is finite
+        if not faults.any():
+            return
+        num_before = appended.shape[1] - (faults.shape[1] - 1)
+        preceded_by_pad = torch.nn.functional.pad(appended < 0, (1, 0))[:, num_before:]
+        for row, offset in (faults & ~preceded_by_pad).nonzero().tolist():
+            position = self.num_tokens[row] + num_before + offset
+            raise InvalidLogitsError(model, self.request_ids[row], position)
 
-    def _refuse(self, bad: Tensor, appended: Tensor, model: str) -> None:
-        """Raise for the first of the `bad` rows [B, Q] that belongs to a token."""
-        num_before = appended.shape[1] - (bad.shape[1] - 1)
-        if bad.any():
-            preceded_by_pad = torch.nn.functional.pad(appended < 0, (1, 0))[:, num_before:]
-            for row, offset in (bad & ~preceded_by_pad).nonzero().tolist():
-                position = int(self.num_tokens[row]) + num_before + offset
-                raise InvalidLogitsError(model, self.request_ids[row], position)
+    @cached_property
+    def _is_softmax(self) -> bool:
+        """Whether every row is softmax(logits / T), T > 0."""
+        unfiltered = self.top_k is None and self.top_p is None and self.min_p is None
+        return unfiltered and self.penalties is None and self.is_greedy is False
+
+    @cached_property
+    def _divisor(self) -> Tensor:
+        return self.temperature.clamp(min=SMALLEST_TEMPERATURE).to(torch.float32)[:, None, None]
+
+
+def are_faults(marks: Tensor) -> Tensor:
+    """Which `marks` [...] (`SamplingState.rows`) are not finite, in half the operations of `isfinite`."""
+    return (marks - marks).bool()

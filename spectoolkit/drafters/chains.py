@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class ChainsDrafter(ModelDrafter):
     num_chains: int = 4
     with_replacement: bool = True
 
+    draws_pads: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_chains < 1:
@@ -69,14 +71,16 @@ class ChainsDrafter(ModelDrafter):
         logits, state = self.stream.first(state)
         # Of several chains a copy is fed; with one, the state itself goes on, as in `ModelDrafter`.
         copied = state if num_chains == 1 else self.stream.select(state, repeated(num_rows, num_chains))
-        tokens, (rows,), fed = self.draw_tokens(
+        own = self.draft_sampling(sampling.repeat(num_chains))
+        drawn, fed = self.draw_tokens(
             logits.repeat_interleave(num_chains, 0),
             copied,
-            sampling.repeat(num_chains),
+            own,
             max_tokens.repeat_interleave(num_chains, 0),
             DraftNoise(noise.uniforms.flatten(0, 1)),
         )
-        tokens, rows = (part.unflatten(0, (num_rows, num_chains)) for part in (tokens, rows))
+        own.refuse(drawn.faults, drawn.tokens[:, :-1], "draft")
+        tokens, rows = (part.unflatten(0, (num_rows, num_chains)) for part in (drawn.tokens, drawn.fields[0]))
         proposal = Proposal(tokens, max_tokens, Chains(rows, self.with_replacement))
         return proposal, fed if num_chains == 1 else state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,23 @@ from spectoolkit.datatypes import (
 from spectoolkit.drafters.stream import as_stream
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.draw import draw
+from spectoolkit.functional.ragged import places, to_device
 from spectoolkit.interfaces import DraftStream, LanguageModel
-from spectoolkit.sampling import SamplingState
+from spectoolkit.sampling import SamplingState, are_faults
+
+
+class Drawn(NamedTuple):
+    """What a model drafter drew.
+
+    Attributes:
+        tokens: [B, K], `PAD` behind a proposal's end.
+        fields: what `sampled_law` keeps of them, nothing of an argmax.
+        faults: [B, K] bool, as in `Proposal`.
+    """
+
+    tokens: Tensor
+    fields: tuple[Tensor, ...]
+    faults: Tensor
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,8 @@ class ModelDrafter:
     repetition_penalty: float | None = None
 
     sampled_law: ClassVar[type[SampledLaw]] = Dense
+    draws_pads: ClassVar[bool] = False
+    """Whether `sample` may give `PAD`, behind which a row has no draft."""
 
     def __post_init__(self) -> None:
         given = [value for value in (self.ratio, self.constant) if value is not None]
@@ -96,8 +113,15 @@ class ModelDrafter:
 
     def draft_sampling(self, sampling: SamplingState) -> SamplingState:
         """The parameters of the draft rows, given the requests' own."""
+        if self.constant is not None:
+            temperature = torch.full_like(sampling.temperature, self.constant)
+            sampling = sampling.with_temperature(temperature, self.is_argmax)
+        elif self.ratio != 1:
+            temperature = sampling.temperature * (self.ratio or 0.0)
+            sampling = sampling.with_temperature(temperature, self.is_argmax or sampling.is_greedy)
         filters = {name: value for name, value in self._filters().items() if value is not None}
-        sampling = sampling.with_temperature(self._draft_temperature(sampling.temperature)).with_filters(**filters)
+        if filters:
+            sampling = sampling.with_filters(**filters)
         return sampling.with_repetition_penalty(self.repetition_penalty)
 
     def law_probs(self, probs: Tensor) -> Tensor:
@@ -139,39 +163,49 @@ class ModelDrafter:
             tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
             return Proposal(tokens, max_tokens, PointMass()), state
         logits, state = self.stream.first(state)
-        tokens, fields, state = self.draw_tokens(logits, state, sampling, max_tokens, noise)
-        law = PointMass() if self.is_argmax else self.sampled_law(*fields)
-        return Proposal(tokens, max_tokens, law), state
+        drawn, state = self.draw_tokens(logits, state, self.draft_sampling(sampling), max_tokens, noise)
+        law = PointMass() if self.is_argmax else self.sampled_law(*drawn.fields)
+        return Proposal(drawn.tokens, max_tokens, law, drawn.faults), state
 
     def draw_tokens(
-        self, logits: Tensor, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """A proposal from the logits [B, 1, V'] of its first tokens on, and `state`, the stream's, which gave them.
+        self, logits: Tensor, state: Any, own: SamplingState, max_tokens: Tensor, noise: DraftNoise
+    ) -> tuple[Drawn, Any]:
+        """Tokens from the logits [B, 1, V'] of the first ones on, and the stream's state, which was given with them.
 
-        Returns:
-            Tokens [B, K], `PAD` from `max_tokens` on and behind a `PAD` that `sample` gave; what `sampled_law` keeps of
-            them, nothing of an argmax; and the stream's state.
+        `own` are the parameters of the draft rows.
         """
-        num_rows, num_draft_tokens = noise.uniforms.shape
-        tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
-        beyond = torch.arange(num_draft_tokens, device=tokens.device) >= max_tokens[:, None]
-        is_uneven = bool(beyond.any())
-        stream = self.stream
+        num_draft_tokens, device = noise.uniforms.shape[1], logits.device
+        is_even = min(max_tokens.tolist()) >= num_draft_tokens
+        beyond = None if is_even else places(num_draft_tokens, device) >= to_device(max_tokens, device)[:, None]
+        stream, is_argmax = self.stream, self.is_argmax
+        tokens: list[Tensor] = []
+        marks: list[Tensor] = []
         kept: list[tuple[Tensor, ...]] = []
+        appended = logits.new_empty((len(logits), 0), dtype=torch.int64)
         for i in range(num_draft_tokens):
             if i > 0:
-                logits, state = stream.next(state, tokens[:, -1:].clamp(min=0))
-            if is_uneven:  # rows behind the end of their proposal belong to no token and may hold anything
+                fed = tokens[-1][:, None]
+                logits, state = stream.next(state, fed.clamp(min=0) if self.draws_pads else fed)
+                if own.penalties is not None:  # all else does not look at what was drafted before
+                    appended = torch.stack(tokens, 1)
+            if beyond is not None:  # rows behind the end of their proposal belong to no token and may hold anything
                 logits = logits.masked_fill(beyond[:, i, None, None], 0)
-            probs = self.draft_probs(logits, sampling, tokens)[:, 0]
-            drawn, kept_of_row = self.sample(probs, noise, i)
-            if i > 0:
-                drawn = drawn.masked_fill(tokens[:, -1] == PAD, PAD)
-            tokens = torch.cat([tokens, drawn[:, None]], dim=1)
-            if not self.is_argmax:
-                kept.append(kept_of_row)
+            logits = fit_vocabulary(logits, self.vocab_size)
+            if is_argmax:
+                drawn, mark = own.largest(logits, appended)
+                drawn = drawn[:, 0]
+            else:
+                probs, mark = own.rows(logits, appended)
+                drawn, fields = self.sample(probs[:, 0], noise, i)
+                kept.append(fields)
+            if self.draws_pads and i > 0:
+                drawn = drawn.masked_fill(tokens[-1] == PAD, PAD)
+            tokens.append(drawn)
+            marks.append(mark)
+        found = torch.stack(tokens, 1)
+        found = found if beyond is None else found.masked_fill(beyond, PAD)
         fields = tuple(torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
-        return tokens.masked_fill(beyond, PAD), fields, state
+        return Drawn(found, fields, are_faults(torch.cat(marks, 1))), state
 
     def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> Any:
         return self.stream.commit(state, emitted, features)
@@ -185,15 +219,10 @@ class ModelDrafter:
     def _filters(self) -> dict[str, Any]:
         return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
 
-    def _draft_temperature(self, target_temperature: Tensor) -> Tensor:
-        if self.constant is not None:
-            return torch.full_like(target_temperature, self.constant)
-        return target_temperature * (self.ratio or 0.0)
-
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     """Draft logits [B, Q, V'] as [B, Q, V]: missing ids get -inf, ids that the target lacks are cut off."""
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-    return logits[..., :vocab_size]
+    return logits if missing == 0 else logits[..., :vocab_size]

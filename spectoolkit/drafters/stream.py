@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectoolkit.errors import UsageError
-from spectoolkit.functional.ragged import append_rows, keep_last, pad_rows, put_rows, row_lengths, widen
+from spectoolkit.functional.acceptance import take
+from spectoolkit.functional.ragged import to_device
 from spectoolkit.interfaces import Drafter, DraftStream, LanguageModel
+
+Row = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ModelDraftState:
-    """Where the draft model stands in B sequences.
+    """Where the draft model stands in B sequences; the numbers are the host's.
 
     Attributes:
         cache: the draft model's own state.
-        num_cached: [B] tokens it holds: committed ones, and the drafts that were fed back.
-        num_committed: [B].
-        pending: [B, P] committed tokens that are not cached yet, padded; one, or two after full acceptance.
+        num_cached: B numbers of tokens that it holds of what was committed, and of drafts that were fed back in
+            `num_fed` forwards since.
+        num_committed: B.
+        pending: B rows of committed tokens that are not cached yet; one, or two after full acceptance.
+        num_fed: drafts fed back since the last commit.
     """
 
     cache: Any
-    num_cached: Tensor
-    num_committed: Tensor
-    pending: Tensor
+    num_cached: Row
+    num_committed: Row
+    pending: tuple[Row, ...]
+    num_fed: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,45 +65,59 @@ class ModelStream:
     def start(self, prompts: Sequence[Sequence[int]], features: Tensor | None = None) -> ModelDraftState:
         last_id = self.model.vocab_size - 1
         cache = self.model.prefill([[min(token, last_id) for token in prompt[:-1]] for prompt in prompts])
-        pending = pad_rows([prompt[-1:] for prompt in prompts], self.model.device)
-        num_committed = torch.tensor([len(prompt) for prompt in prompts], device=pending.device)
-        return ModelDraftState(cache, num_committed - 1, num_committed, pending)
+        lengths = tuple(len(prompt) for prompt in prompts)
+        pending = tuple(tuple(prompt[-1:]) for prompt in prompts)
+        return ModelDraftState(cache, tuple(length - 1 for length in lengths), lengths, pending)
 
     def first(self, state: ModelDraftState) -> tuple[Tensor, ModelDraftState]:
         """Feed the pending tokens; the logits behind the last of them."""
-        logits, cache = self.model.score(state.cache, state.pending.clamp(0, self.model.vocab_size - 1))
-        cache = self.model.rollback(cache, state.num_committed)  # drops what was fed as filling
-        last = row_lengths(state.pending) - 1
-        logits = logits[torch.arange(len(last), device=last.device), last][:, None]
-        pending = state.pending[:, :0]
-        return logits, replace(state, cache=cache, num_cached=state.num_committed, pending=pending)
+        last_id = self.model.vocab_size - 1
+        rows = [[min(token, last_id) for token in row] for row in state.pending]
+        counts = [len(row) for row in rows]
+        width = max(counts)
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        logits, cache = self.model.score(state.cache, to_device(tokens, self.device))
+        if min(counts) < width:
+            cache = self.model.rollback(cache, torch.tensor(state.num_committed))  # drops what was fed as filling
+            logits = take(logits, to_device(torch.tensor(counts) - 1, self.device))[:, None]
+        elif width > 1:
+            logits = logits[:, -1:]
+        return logits, ModelDraftState(cache, state.num_committed, state.num_committed, ((),) * len(rows))
 
     def next(self, state: ModelDraftState, tokens: Tensor) -> tuple[Tensor, ModelDraftState]:
         logits, cache = self.model.score(state.cache, tokens)
-        return logits, replace(state, cache=cache, num_cached=state.num_cached + 1)
+        num_fed = state.num_fed + 1
+        return logits, ModelDraftState(cache, state.num_cached, state.num_committed, state.pending, num_fed)
 
     def commit(self, state: ModelDraftState, emitted: Tensor, features: Tensor | None = None) -> ModelDraftState:
-        num_committed = state.num_committed + row_lengths(emitted)
-        # Emitted tokens begin with the accepted drafts, so what was fed of them stays; the last token is always fed.
-        num_cached = torch.minimum(state.num_cached, num_committed - 1)
-        num_pending = num_committed - num_cached
-        pending = keep_last(append_rows(state.pending, emitted), num_pending, int(num_pending.max()))
-        return ModelDraftState(self.model.rollback(state.cache, num_cached), num_cached, num_committed, pending)
+        num_cached, num_committed, pending = [], [], []
+        rows = zip(state.num_cached, state.num_committed, state.pending, emitted.tolist(), strict=True)
+        for cached, committed, waiting, padded in rows:
+            block = [token for token in padded if token >= 0]
+            num_committed.append(committed + len(block))
+            # Emitted tokens begin with the accepted drafts, so what was fed of them stays; the last is always fed.
+            num_cached.append(min(cached + state.num_fed, num_committed[-1] - 1))
+            pending.append((*waiting, *block)[num_cached[-1] - num_committed[-1] :])
+        cache = self.model.rollback(state.cache, torch.tensor(num_cached))
+        return ModelDraftState(cache, tuple(num_cached), tuple(num_committed), tuple(pending))
 
     def select(self, state: ModelDraftState, rows: Sequence[int]) -> ModelDraftState:
-        return ModelDraftState(
-            self.model.select(state.cache, rows),
-            *(t[list(rows)] for t in (state.num_cached, state.num_committed, state.pending)),
-        )
+        kept = [tuple(part[row] for row in rows) for part in (state.num_cached, state.num_committed, state.pending)]
+        return ModelDraftState(self.model.select(state.cache, rows), *kept, state.num_fed)  # type: ignore[arg-type]
 
     def insert(self, state: ModelDraftState, rows: Sequence[int], other: ModelDraftState) -> ModelDraftState:
-        width = max(state.pending.shape[1], other.pending.shape[1])
+        """Between steps, when nothing is fed back."""
         return ModelDraftState(
             self.model.insert(state.cache, rows, other.cache),
-            put_rows(state.num_cached, rows, other.num_cached),
-            put_rows(state.num_committed, rows, other.num_committed),
-            put_rows(widen(state.pending, width), rows, widen(other.pending, width)),
+            _put(state.num_cached, rows, other.num_cached),
+            _put(state.num_committed, rows, other.num_committed),
+            _put(state.pending, rows, other.pending),
         )
+
+
+def _put(into: tuple[Any, ...], rows: Sequence[int], new: tuple[Any, ...]) -> tuple[Any, ...]:
+    placed = dict(zip(rows, new, strict=True))
+    return tuple(placed.get(i, value) for i, value in enumerate(into))
 
 
 def as_stream(draft_model: LanguageModel | DraftStream) -> DraftStream:

@@ -219,7 +219,7 @@ def _steps(
     budget = torch.full((size,), num_draft_tokens)
     blocks = []
     for _ in range(num_steps):
-        starts = sampling.num_tokens
+        starts = torch.tensor(sampling.num_tokens)
         proposal, draft_state = drafter.propose(draft_state, sampling, budget, noise.draft(boxes, starts))
         logits, target_state = score_proposal(target, target_state, last, proposal)
         target_probs = proposal_probs(sampling, logits, proposal)
@@ -228,7 +228,7 @@ def _steps(
         sampling = sampling.commit(emitted)
         last = take(emitted, row_lengths(emitted) - 1)[:, None]
         target_state = keep_chain(target, target_state, proposal, verdict)
-        target_state = target.rollback(target_state, sampling.num_tokens - 1)
+        target_state = target.rollback(target_state, torch.tensor(sampling.num_tokens) - 1)
         draft_state = drafter.commit(draft_state, emitted)
         blocks.append(emitted)
     return torch.cat(blocks, dim=1)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from spectoolkit.functional.ragged import places
+
 TYPICAL_TOLERANCE = 1e-5
 """A probability that exceeds the typical threshold by no more than this, relatively, counts as equal to it: above the
 rounding of the entropy of a float32 row over a large vocabulary."""
@@ -82,8 +84,8 @@ def _or_else(weights: Tensor, otherwise: Tensor) -> Tensor:
 def probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
     """Probability [...] float64 of `tokens` [...] in `probs` [..., V]; 0 for -1 and for ids behind the rows' end."""
     index = tokens.clamp(0, probs.shape[-1] - 1)
-    found = probs.gather(-1, index[..., None]).squeeze(-1).to(torch.float64)
-    return torch.where(tokens == index, found, 0)
+    found = probs.gather(-1, index[..., None]).squeeze(-1)
+    return (tokens == index) * found.to(torch.float64)
 
 
 def sparse_probs_of(ids: Tensor, probs: Tensor, tokens: Tensor) -> Tensor:
@@ -143,13 +145,17 @@ def relaxed_test(target_probs: Tensor, tokens: Tensor, top_n: int, delta: float)
 
 def is_drafted(lengths: Tensor, num_draft_tokens: int) -> Tensor:
     """Which slots [B, K] hold a draft token, for proposals of `lengths` [B]."""
-    return torch.arange(num_draft_tokens, device=lengths.device) < lengths[:, None]
+    return places(num_draft_tokens, lengths.device) < lengths[:, None]
 
 
 def prefix_length(accepted: Tensor, lengths: Tensor) -> Tensor:
     """Length [B] of the accepted prefix: leading True entries of `accepted` [B, K] among the first `lengths` [B]."""
-    passed = accepted & is_drafted(lengths, accepted.shape[1])
-    return passed.to(torch.int64).cumprod(-1).sum(-1)
+    return leading(accepted & is_drafted(lengths, accepted.shape[1]))
+
+
+def leading(passed: Tensor) -> Tensor:
+    """Number [B] of True entries of `passed` [B, K] in front of the first False."""
+    return passed.cumprod(-1).sum(-1)
 
 
 def matched_block(sampled: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,13 +166,13 @@ def matched_block(sampled: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Ten
     """
     matched = is_drafted(lengths, tokens.shape[1]) & (tokens == sampled[:, :-1])
     num_accepted = prefix_length(matched, lengths)
-    position = torch.arange(sampled.shape[1], device=sampled.device)
+    position = places(sampled.shape[1], sampled.device)
     return num_accepted, torch.where(position <= num_accepted[:, None], sampled, -1), matched
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
     """`rows[b, index[b]]` for every b: one row of [B, N, ...] per sequence."""
-    return rows[torch.arange(len(index), device=index.device), index]
+    return rows[places(len(index), index.device), index]
 
 
 def emitted_block(tokens: Tensor, num_accepted: Tensor, last: Tensor) -> Tensor:
@@ -174,7 +180,7 @@ def emitted_block(tokens: Tensor, num_accepted: Tensor, last: Tensor) -> Tensor:
 
     `last` is -1 where the rule emits nothing behind the accepted prefix.
     """
-    position = torch.arange(tokens.shape[1] + 1, device=tokens.device)
     end = num_accepted[:, None]
-    behind = torch.where(position == end, last[:, None], -1)
-    return torch.where(position < end, pad(tokens, (0, 1), value=-1), behind)
+    last = last[:, None]
+    block = torch.cat([tokens, last], dim=1).scatter_(1, end, last)
+    return block.masked_fill_(places(tokens.shape[1] + 1, tokens.device) > end, -1)

@@ -10,6 +10,8 @@ from spectoolkit.functional.noise import exponentials
 
 _CHUNK = 256
 
+_BELOW = torch.tensor(-torch.inf, dtype=torch.float64)
+
 _NUM_TOGETHER = {"cpu": 1 << 17}
 """Numbers of shared noise made at once: what stays in a processor's cache, elsewhere what launches few kernels."""
 
@@ -24,9 +26,10 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     """
     vocab_size = probs.shape[-1]
     if vocab_size <= _CHUNK:
-        goal = uniforms.to(torch.float64) * probs.sum(-1, dtype=torch.float64)
-        weights = probs.to(torch.float64)
-        return _first_above(weights.cumsum(-1), goal, weights)
+        cumulated = probs.contiguous().cumsum(-1, dtype=torch.float64)
+        # u <= 1 - 2^-53, so that u F is below F when it is rounded, but where F is denormal in float64.
+        goal = uniforms * cumulated[..., -1]
+        return _first_above(cumulated, goal, probs, is_above_all=probs.dtype == torch.float64)
     # Two levels, because a float64 running sum over a whole vocabulary costs tens of times more than sums of chunks.
     width = min(_CHUNK, vocab_size)
     num_whole = vocab_size // width
@@ -38,11 +41,12 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     )
     cumulated = masses.cumsum(-1)
     goal = uniforms.to(torch.float64) * cumulated[..., -1]
-    chunk = _first_above(cumulated, goal, masses)
+    chunk = _first_above(cumulated, goal, masses, is_above_all=True)
     before = torch.nn.functional.pad(cumulated, (1, 0)).gather(-1, chunk[..., None])
     ids = chunk[..., None] * width + torch.arange(width, device=probs.device)
     weights = probs.gather(-1, ids.clamp(max=vocab_size - 1)).to(torch.float64).masked_fill(ids >= vocab_size, 0)
-    offset = _first_above(weights.cumsum(-1), goal - before.squeeze(-1), weights)
+    # A chunk's running sum may end, by rounding, below the sum of the chunk that chose it.
+    offset = _first_above(weights.cumsum(-1), goal - before.squeeze(-1), weights, is_above_all=True)
     return (chunk * width + offset).clamp(max=vocab_size - 1)
 
 
@@ -64,13 +68,20 @@ def gumbel_max(probs: Tensor, keys: Tensor) -> Tensor:
     return torch.cat([(part / exponentials(key, vocab_size)).argmax(-1) for part, key in parts]).view(keys.shape)
 
 
-def _first_above(cumulated: Tensor, goal: Tensor, weights: Tensor) -> Tensor:
+def _first_above(cumulated: Tensor, goal: Tensor, weights: Tensor, *, is_above_all: bool) -> Tensor:
     """First index with `cumulated > goal` and positive weight; the last one with positive weight if there is none.
 
-    Asking for positive weight is not redundant: rounding differs between the two levels, and a parallel running sum
-    need not be monotonic.
+    `is_above_all` says that there may be none.
+
+    Asking for positive weight is not redundant: a parallel running sum need not be monotonic. One on a CPU is, so that
+    a search finds the same index, in a tenth of the operations.
     """
     size = weights.shape[-1]
+    if cumulated.device.type == "cpu" and not has_torch_function_unary(goal):
+        if is_above_all:
+            goal = torch.minimum(goal, cumulated[..., -1].nextafter(_BELOW))
+        found = torch.searchsorted(cumulated, goal[..., None], right=True).squeeze(-1)
+        return found.clamp_(max=size - 1)  # NaN is behind everything
     index = torch.arange(size, device=weights.device)
     is_positive = weights > 0
     first = torch.where(is_positive & (cumulated > goal[..., None]), index, size).amin(-1)

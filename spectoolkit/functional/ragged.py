@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 PAD = -1
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """`values`, of the host, on `device`, without waiting for what runs there."""
+    if device.type != "cuda" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def places(count: int, device: torch.device) -> Tensor:
+    """0 .. count - 1 on `device`: one tensor for all who ask, not to be written to."""
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
@@ -28,14 +43,6 @@ def append_rows(rows: Tensor, new: Tensor) -> Tensor:
     at = row_lengths(rows)[:, None] + torch.arange(new.shape[1], device=new.device)
     wide = torch.nn.functional.pad(rows, (0, new.shape[1]), value=PAD)
     return wide.scatter(1, at, new)
-
-
-def keep_last(rows: Tensor, counts: Tensor, width: int) -> Tensor:
-    """The last `counts` [B] ids of each row of [B, N], as [B, width]; counts <= width."""
-    columns = torch.arange(width, device=rows.device)
-    at = (row_lengths(rows) - counts)[:, None] + columns
-    kept = rows.gather(1, at.clamp(0, rows.shape[1] - 1))
-    return kept.masked_fill(columns >= counts[:, None], PAD)
 
 
 def widen(rows: Tensor, width: int) -> Tensor:

@@ -177,7 +177,13 @@ def _counts_by_row(counts: Tensor, appended: Tensor, num_rows: int) -> Tensor:
 
 
 def warp(
-    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    *,
+    is_greedy: bool | None = None,
 ) -> Tensor:
     """Probabilities [B, Q, V] of `logits` [B, Q, V] under each sequence's own sampling parameters [B].
 
@@ -189,10 +195,11 @@ def warp(
     top_k = 1 keeps exactly the token of T = 0. A filter is off in a row where top_k is 0, top_p is 1 or min_p is 0, and
     in all rows where it is None; such rows are the same to the last bit as if no other row had a filter.
     Computed and returned in float32, or float64 for float64 logits. -inf logits give 0. A row with NaN, +inf or no
-    finite logit gives a row without meaning, which callers refuse, and leaves the others alone.
+    finite logit gives a row without meaning, which callers refuse, and leaves the others alone: NaN throughout where
+    T > 0. `is_greedy` says that T = 0 in all rows (True) or in none (False), where that is known.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    probs = _softmax(logits, temperature)
+    probs = _softmax(logits, temperature, is_greedy)
     if top_k is None and top_p is None and min_p is None:
         return probs
 
@@ -215,16 +222,19 @@ def warp(
     return kept.unflatten(0, probs.shape[:2])
 
 
-def _softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+def _softmax(logits: Tensor, temperature: Tensor, is_greedy: bool | None) -> Tensor:
     """softmax(logits / T) by row; the one-hot row of the first largest logit where T = 0."""
-    # Reading a condition back is free on a CPU and a synchronisation elsewhere, where all passes are made instead.
-    if logits.device.type == "cpu":
-        is_greedy = temperature == 0
-        if is_greedy.all():
+    # Reading a condition back is cheap on a CPU and a synchronisation elsewhere, where all passes are made instead.
+    if is_greedy is None and logits.device.type == "cpu":
+        num_greedy = int((temperature == 0).sum())
+        is_greedy = {0: False, len(temperature): True}.get(num_greedy)
+    match is_greedy:
+        case True:
             return torch.zeros_like(logits).scatter_(-1, _first_largest(logits), 1)
-        if not is_greedy.any():
+        case False:
             return torch.softmax(_divided(logits, temperature), -1)
-    return _softmax_of_mixed(logits, temperature)
+        case None:
+            return _softmax_of_mixed(logits, temperature)
 
 
 def _softmax_of_mixed(logits: Tensor, temperature: Tensor) -> Tensor:

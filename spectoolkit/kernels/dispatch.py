@@ -20,15 +20,17 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from spectoolkit.chains import proposal_probs
-from spectoolkit.datatypes import Dense, PointMass, Proposal, Uniforms, Verdict
+from spectoolkit.chains import proposal_rows
+from spectoolkit.datatypes import Dense, Judged, PointMass, Proposal, Uniforms, Verdict
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.errors import UsageError
+from spectoolkit.functional.acceptance import is_drafted
 from spectoolkit.functional.conditional import given_coupled, given_match, given_rejection, ratio
 from spectoolkit.functional.warp import Penalties
 from spectoolkit.interfaces import Verifier
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Coupled, Rejection
+from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, foreign, foreign_token
 
 SWITCH = "SPECTOOLKIT_KERNELS"
 
@@ -77,25 +79,60 @@ def judge(
     uniforms: Uniforms,
     *,
     keeps_rows: bool = False,
-) -> tuple[Verdict, Tensor | None]:
-    """The verdict on a proposal from the logits of `chains.score_proposal`, and the target's rows where they were made.
+) -> Judged:
+    """The verdict on a proposal from the logits of `chains.score_proposal`; nothing is read back from the device.
 
-    `keeps_rows` asks for the rows, which only the reference makes.
+    `keeps_rows` asks for the target's rows, which only the reference makes.
 
     Raises:
-        InvalidLogitsError, ContractError: as `SamplingState.probs` and the verifier.
+        InvalidLogitsError, ContractError: as `SamplingState.probs` and the verifier, where asking costs nothing or
+            there are several chains; elsewhere by way of `Judged.again`.
     """
-    verdict = None if keeps_rows else fused_verdict(verifier, sampling, logits, proposal, uniforms)
-    if verdict is not None:
-        return verdict, None
-    target_probs = proposal_probs(sampling, logits, proposal)
-    return verifier.verify(target_probs, proposal, uniforms), target_probs
+    if not keeps_rows:
+        fused = fused_verdict(verifier, sampling, logits, proposal, uniforms)
+        if fused is not None:
+            verdict, status = fused
+
+            def by_reference() -> Verdict:
+                judged = _judged_by_reference(verifier, sampling, logits, proposal, uniforms)
+                return judged.verdict if judged.faults is None or not judged.faults.any() else judged.again()
+
+            return Judged(verdict, None, status[:, None], by_reference)
+    return _judged_by_reference(verifier, sampling, logits, proposal, uniforms)
+
+
+def _judged_by_reference(
+    verifier: Verifier, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms
+) -> Judged:
+    target_probs, faults = proposal_rows(sampling, logits, proposal)
+
+    def refuse() -> None:
+        sampling.repeat(proposal.num_chains or 1).refuse(faults, proposal.tokens.flatten(0, -2), "target")
+
+    if proposal.num_chains is not None:  # these wait for the device anyway
+        refuse()
+    verdict = verifier.verify(target_probs, proposal, uniforms)
+    if proposal.num_chains is not None:
+        return Judged(verdict, target_probs, None, lambda: verdict)
+    not_drawn = None
+    if faults.device.type != "cpu" and verifier.keeps_law and isinstance(proposal.law, KNOWN_LAWS):
+        drafted = is_drafted(proposal.lengths, proposal.tokens.shape[1])
+        not_drawn = foreign(draft_prob(proposal, drafted), drafted)
+
+    def again() -> Verdict:
+        refuse()
+        if not_drawn is not None and not_drawn.any():
+            raise foreign_token()
+        return verdict
+
+    wrong = faults if not_drawn is None else faults | torch.nn.functional.pad(not_drawn, (0, 1))
+    return Judged(verdict, target_probs, wrong, again)
 
 
 def fused_verdict(
     verifier: Verifier, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms
-) -> Verdict | None:
-    """The kernels' verdict, or None where it is the reference's turn."""
+) -> tuple[Verdict, Tensor] | None:
+    """The kernels' verdict and its status [B] (`verify`), 0 where it holds; None where it is the reference's turn."""
     if proposal.num_chains is not None or not is_on(logits) or not is_plain(sampling):
         return None
     arguments = (logits, sampling.temperature, proposal.tokens, proposal.lengths)
@@ -103,15 +140,13 @@ def fused_verdict(
     if rule is Coupled and uniforms.shared is not None:
         from spectoolkit.kernels import verify
 
-        verdict, status = verify.coupled(*arguments, uniforms.shared)
-    elif rule in (Rejection, Block) and isinstance(law, (PointMass, Dense)) and _is_float32(law):
+        return verify.coupled(*arguments, uniforms.shared)
+    if rule in (Rejection, Block) and isinstance(law, (PointMass, Dense)) and _is_float32(law):
         from spectoolkit.kernels import verify
 
         fused = verify.rejection if rule is Rejection else verify.block
-        verdict, status = fused(*arguments, law, uniforms)
-    else:
-        return None
-    return None if status.any() else verdict
+        return fused(*arguments, law, uniforms)
+    return None
 
 
 def _is_float32(law: PointMass | Dense) -> bool:

@@ -25,8 +25,8 @@ from spectoolkit.functional.acceptance import (
 KNOWN_LAWS = (PointMass, Dense, TopM)
 
 
-def draft_prob(proposal: Proposal) -> Tensor:
-    """q_i(x_i) [B, K] float64 of the drafted tokens; anything past a proposal's length.
+def draft_prob(proposal: Proposal, drafted: Tensor) -> Tensor:
+    """q_i(x_i) [B, K] float64 of the tokens that are `drafted` [B, K]; anything past a proposal's length.
 
     Raises:
         ContractError: a drafted token that its law gives no probability, or a law that does not say q.
@@ -41,11 +41,22 @@ def draft_prob(proposal: Proposal) -> Tensor:
             prob = sparse_probs_of(ids, probs, tokens)
         case law:
             raise _unknown(law)
-    if (~(prob > 0) & is_drafted(proposal.lengths, tokens.shape[1])).any():
-        raise ContractError(
-            "proposal: expected tokens drawn from the law it reports, got a drafted token of probability 0 under it"
-        )
+    # Elsewhere asking would wait for the device: there the loop asks, with the one copy of a step (`kernels.dispatch`).
+    if prob.device.type == "cpu" and foreign(prob, drafted).any():
+        raise foreign_token()
     return prob
+
+
+def foreign(prob: Tensor, drafted: Tensor) -> Tensor:
+    """[B, K] where a drafted token has probability `prob` 0, or NaN, under the law that it is said to be drawn from."""
+    return drafted > (prob > 0)
+
+
+def foreign_token() -> ContractError:
+    """A token was not drawn from the law that its proposal reports."""
+    return ContractError(
+        "proposal: expected tokens drawn from the law it reports, got a drafted token of probability 0 under it"
+    )
 
 
 def residual_at(target_row: Tensor, proposal: Proposal, position: Tensor) -> Tensor:
@@ -108,9 +119,7 @@ def check_chains(proposal: Proposal) -> Chains:
     if not law.with_replacement:
         is_wrong |= ((first[:, :, None] == first[:, None]) & (first >= 0)[:, None]).sum() > (first >= 0).sum()
     if is_wrong:
-        raise ContractError(
-            "proposal: expected tokens drawn from the law it reports, got a drafted token of probability 0 under it"
-        )
+        raise foreign_token()
     return law
 
 

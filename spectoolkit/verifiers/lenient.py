@@ -69,6 +69,7 @@ class Lenient:
         Raises:
             ContractError: a drafted token that its law gives no probability, or a law this rule cannot judge.
         """
-        p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal)
-        accepted = (uniforms.accept * self.lenience * q < p) & is_drafted(proposal.lengths, proposal.tokens.shape[1])
+        drafted = is_drafted(proposal.lengths, proposal.tokens.shape[1])
+        p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal, drafted)
+        accepted = drafted & (uniforms.accept * self.lenience * q < p)
         return prefix_verdict(accepted, target_probs, proposal, uniforms, residual_at)

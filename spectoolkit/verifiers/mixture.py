@@ -69,8 +69,8 @@ class Mixture:
             ContractError: a drafted token that its law gives no probability, or a law this rule cannot judge.
         """
         tokens, w = proposal.tokens, self.draft_weight
-        p, q = probs_of(target_probs[:, :-1], tokens), draft_prob(proposal)
-        passed = (uniforms.accept * q < (1 - w) * p + w * q) & (tokens < target_probs.shape[-1])
-        accepted = passed & is_drafted(proposal.lengths, tokens.shape[1])
+        drafted = is_drafted(proposal.lengths, tokens.shape[1])
+        p, q = probs_of(target_probs[:, :-1], tokens), draft_prob(proposal, drafted)
+        accepted = drafted & (uniforms.accept * q < (1 - w) * p + w * q) & (tokens < target_probs.shape[-1])
         # p_w - q = (1 - w) (p - q): the residual has the weights of rejection's.
         return prefix_verdict(accepted, target_probs, proposal, uniforms, residual_at)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import DraftLaw, PointMass, Proposal, Uniforms, Verdict
-from spectoolkit.functional.acceptance import emitted_block, is_drafted, prefix_length, probs_of, take
 from spectoolkit.functional.conditional import GivenOutput, given_match, given_rejection
-from spectoolkit.functional.draw import draw
 from spectoolkit.functional.renewal import product_of_factors
-from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, residual_at
+from spectoolkit.verifiers.draft_law import KNOWN_LAWS, residual_at
+from spectoolkit.verifiers.prefix import prefix_verdict, ratio_test
 
 
 @dataclass(frozen=True)
@@ -43,16 +41,8 @@ class Rejection:
         Raises:
             ContractError: a drafted token that its law gives no probability, or a law this rule cannot judge.
         """
-        tokens, lengths = proposal.tokens, proposal.lengths
-        drafted = is_drafted(lengths, tokens.shape[1])
-        accepted = drafted & (uniforms.accept * draft_prob(proposal) < probs_of(target_probs[:, :-1], tokens))
-        num_accepted = prefix_length(accepted, lengths)
-
-        target_row = take(target_probs, num_accepted)
-        is_bonus = (num_accepted == lengths)[:, None]
-        weights = torch.where(is_bonus, target_row, residual_at(target_row, proposal, num_accepted))
-        last = draw(weights, take(uniforms.emit, num_accepted))
-        return Verdict(num_accepted, emitted_block(tokens, num_accepted, last), judged_alone=accepted)
+        accepted = ratio_test(target_probs, proposal, uniforms)
+        return prefix_verdict(accepted, target_probs, proposal, uniforms, residual_at)
 
     def given_output(self, law: type[DraftLaw]) -> GivenOutput:
         """How acceptance of drafts of `law` follows from the output (`replay`)."""

@@ -369,7 +369,7 @@ def test_a_draft_temperature_of_zero_is_a_point_mass(parameters, make):
     _, draft = toy_pair()
     drafter = make(draft, 5, **parameters)
     assert drafter.laws == (PointMass,)
-    assert isinstance(drafter.start([(1,)]).pending, torch.Tensor)
+    assert drafter.start([(1,)]).pending == ((1,),)
     state = SamplingState.of(["a", "b"], [SamplingParams()] * 2, [(1,), (2,)], [[], []], 5)
     noise = DraftNoise(torch.tensor([[0.1, 0.9], [0.99, 0.5]], dtype=torch.float64), torch.tensor([[1, 2], [3, 4]]))
     proposal, _ = drafter.propose(drafter.start([(1,), (2,)]), state, torch.tensor([2, 2]), noise)
@@ -499,12 +499,12 @@ def test_the_draft_cache_drops_what_was_rejected_and_lacks_the_last_of_a_fully_a
     sampling = SamplingState.of(["r"], [SamplingParams()], [(1, 2)], [[]], 5)
     noise = DraftNoise(torch.full((1, 4), 0.5, dtype=torch.float64))
     proposal, state = drafter.propose(state, sampling, torch.tensor([4]), noise)
-    assert state.num_cached.tolist() == [2 + 3]
+    assert (state.num_cached, state.num_fed) == ((2,), 3)
     emitted = torch.cat([proposal.tokens[:, :accepted], torch.tensor([[0]])], dim=1)
     state = drafter.commit(state, emitted)
-    assert state.num_cached.tolist() == [2 + kept]
+    assert state.num_cached == (2 + kept,)
     assert state.cache.lengths.tolist() == [2 + kept]
-    assert state.pending.tolist() == [emitted[0, kept:].tolist()]
+    assert state.pending == (tuple(emitted[0, kept:].tolist()),)
 
 
 def test_overflow_by_the_sampling_parameters_is_an_error_and_never_a_token():

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from spectoolkit.batch import Batch
-from spectoolkit.datatypes import PointMass, Proposal, Request, SamplingParams, Uniforms
+from spectoolkit.datatypes import Judged, PointMass, Proposal, Request, SamplingParams, Uniforms
 from spectoolkit.drafters import ModelDrafter, NGramDrafter, NoDrafter
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.acceptance import typical_threshold
+from spectoolkit.laps import Laps
 from spectoolkit.metrics import COUNTS, summarise, undefined
 from spectoolkit.models.layer_skip import skip_layers
 from spectoolkit.models.tabular import TabularModel
@@ -56,13 +57,13 @@ def test_24_a_rollback_drops_what_was_rejected_in_this_step():
     assert target.fed[0] == [0, 1, 3, 4, 5]
     assert target.dropped[0] == 3
     assert draft.fed[:4] == [[0], [1], [3], [4]]
-    assert draft.dropped[:2] == [0, 2]  # of the pending token; of the drafts 1, 3, 4 that were fed
+    assert draft.dropped[0] == 2  # of the drafts 1, 3, 4 that were fed
     # All four are accepted: nothing is dropped, and the draft model has yet to see the last of them.
     target, draft = Watched(chain), Watched(chain)
     (one,) = run(target, ModelDrafter(draft, 6, constant=0.0), Rejection(), asked, 4).values()
     assert [s.accepted for s in one.steps] == [4, 4, 4, 4]
     assert target.dropped == [0, 0, 0, 0]
-    assert draft.dropped == [0] * 8
+    assert draft.dropped == [0] * 4
     assert draft.fed[:5] == [[0], [1], [2], [3], [4, 5]]
     toy_target, toy_draft = toy_pair()
     for drafter, verifier in pairs(VERIFIERS):
@@ -94,7 +95,11 @@ def test_26_masks_are_prefixes():
         torch.full((2, 4, 2), 0.5, dtype=torch.float64), proposal, Uniforms(accept, torch.full((2, 4), 0.7).double())
     )
     assert verdict.judged_alone.long().tolist() == [[1, 0, 1], [1, 1, 1]]
-    batch.commit(proposal, verdict, keeps_law=True)
+    batch.commit(proposal, Judged(verdict, None, None, lambda: verdict), keeps_law=True)
+    laps = Laps(torch.device("cpu"))
+    for _ in range(4):
+        laps.mark()
+    batch.record_laps(laps)
     for running in batch.rows:
         running.finish_reason = "length"
     found = summary([running.completion() for running in batch.rows], 3)

@@ -159,7 +159,7 @@ def test_a_broken_contract_is_reported_as_the_reference_reports_it(calls):
     proposal = Proposal(torch.tensor([[3]], device=DEVICE), torch.tensor([1], device=DEVICE), law)
     logits, half = torch.zeros(1, 2, 4, device=DEVICE), torch.full((1, 2), 0.5, dtype=torch.float64, device=DEVICE)
     with pytest.raises(ContractError, match="a drafted token of probability 0"):
-        dispatch.judge(Rejection(), sampling, logits, proposal, Uniforms(half[:, :1], half))
+        dispatch.judge(Rejection(), sampling, logits, proposal, Uniforms(half[:, :1], half)).again()
     assert calls == {"rejection": 1}
 
 
