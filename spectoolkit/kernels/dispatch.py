@@ -1,14 +1,20 @@
 """Whether a kernel or the reference does a step's verification or a replay's reduction.
 
-With `SPECTOOLKIT_KERNELS=auto` kernels run on CUDA tensors where triton is installed, for the plain rows that most
-work is made of: logits in float32, float16 or bfloat16, no filter, penalty or bias, and a rule and law that `verify`
-and `reduce` know. Everything else, and every batch with something to report (NaN, a broken contract), goes through
-the reference, whose errors count. Top-k, top-p and min-p rows do too: they are sorted there, and a kernel would have
-to break ties exactly so.
+With `SPECTOOLKIT_KERNELS=auto`, which holds where nothing is said, kernels run on CUDA tensors where triton is
+installed, for the plain rows that most work is made of: logits in float32, float16 or bfloat16, no filter, penalty or
+bias, and a rule and law that `verify` and `reduce` know. Everything else, and every batch with something to report
+(NaN, a broken contract), goes through the reference, whose errors count. Top-k, top-p and min-p rows do too: they are
+sorted there, and a kernel would have to break ties exactly so.
 
-`off`, the reference everywhere, is what holds where nothing is said, until a device has run the kernels (`make gpu-
-check`). `interpret` takes them for CPU tensors as well, through Triton's interpreter (with TRITON_INTERPRET=1), which
-is for tests.
+Before a device's first kernel `self_check` compares all of them with the reference there; where they differ or fail,
+one warning says so and the process keeps to the reference on this device. `provenance` says which of it happened.
+
+`off` is the reference everywhere. `interpret` takes kernels for CPU tensors as well, through Triton's interpreter (with
+TRITON_INTERPRET=1), which is for tests.
+
+A verdict or a number of a kernel is the reference's up to rounding, as those of another device or another number of
+threads are. Like these, kernels are no part of a cell's identity: a folder begun on one machine is finished on another,
+and every cell's provenance says what computed it.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from spectoolkit.errors import UsageError
 from spectoolkit.functional.conditional import given_coupled, given_match, given_rejection, ratio
 from spectoolkit.functional.warp import Penalties
 from spectoolkit.interfaces import Verifier
+from spectoolkit.provenance import say_kernels
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Coupled, Rejection
 
@@ -43,17 +50,32 @@ _NEEDS_SUMS: Mapping[object, bool] = {ratio: False, given_rejection: False, give
 
 
 def is_on(logits: Tensor) -> bool:
-    """Whether kernels may read these logits.
+    """Whether kernels may read these logits; the first time on a device they have to pass its `self_check`.
 
     Raises:
         UsageError: SPECTOOLKIT_KERNELS is something else than auto, off or interpret.
     """
-    switch = os.environ.get(SWITCH, "off")
+    switch = os.environ.get(SWITCH, "auto")
     if switch not in ("auto", "off", "interpret"):
         raise UsageError(f"{SWITCH}: expected auto, off or interpret, got {switch!r}")
-    if switch == "off" or logits.dtype not in DTYPES:
+    if logits.dtype not in DTYPES:
         return False
-    return (logits.device.type == "cuda" or switch == "interpret") and find_spec("triton") is not None
+    reason = _reason_for_reference(switch, logits.device)
+    say_kernels(str(logits.device), reason or "on (self-check passed)")
+    return not reason
+
+
+def _reason_for_reference(switch: str, device: torch.device) -> str:
+    if switch == "off":
+        return f"off ({SWITCH}=off)"
+    if device.type != "cuda" and switch != "interpret":
+        return "reference, because it is no CUDA device"
+    if find_spec("triton") is None:
+        return "reference, because triton is not installed"
+    from spectoolkit.kernels.self_check import failure
+
+    found = failure(device)
+    return f"reference, because the self-check failed: {found}" if found else ""
 
 
 def is_plain(sampling: SamplingState) -> bool:
@@ -132,7 +154,7 @@ class Reducer:
         self._sampling, self._target_logits = sampling, target_logits
         self._tokens, self._appended = tokens, appended
         self._target_probs: Tensor | None = None
-        self._is_on = is_on(target_logits) and is_plain(sampling)
+        self._is_on = is_plain(sampling) and is_on(target_logits)
         if not self._is_on:
             self._probs()
 

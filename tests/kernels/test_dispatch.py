@@ -44,9 +44,10 @@ def pair(vocab_size: int = 6) -> tuple[Single, Single]:
 
 @pytest.fixture
 def calls(monkeypatch) -> Counter:
-    """Counts the calls of every kernel, which are on."""
+    """Counts the calls of every kernel, which are on; those of the self-check come before."""
     counted: Counter = Counter()
     monkeypatch.setenv(dispatch.SWITCH, ON)
+    assert dispatch.is_on(torch.zeros(1, 1, 4, device=DEVICE))
 
     def counting(name, function):
         def call(*arguments, **options):
@@ -219,6 +220,8 @@ def test_the_switch(monkeypatch):
         monkeypatch.setenv(dispatch.SWITCH, value)
         assert dispatch.is_on(logits) is expected
     assert not dispatch.is_on(logits.double())
+    monkeypatch.delenv(dispatch.SWITCH)
+    assert dispatch.is_on(logits) is (DEVICE == "cuda")
     monkeypatch.setenv(dispatch.SWITCH, "on")
     with pytest.raises(UsageError, match="SPECTOOLKIT_KERNELS: expected auto, off or interpret, got 'on'"):
         dispatch.is_on(logits)
