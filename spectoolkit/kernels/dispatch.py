@@ -46,6 +46,10 @@ Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Strategy = tuple[ModelDrafter, Reduce]
 
+_NUM_TOGETHER = 1 << 19
+"""Numbers per thread that the reference reduces at once on a CPU: rows that stay in its cache, and in memory that the
+allocator hands out again, for all draft temperatures."""
+
 _NEEDS_SUMS: Mapping[object, bool] = {ratio: False, given_rejection: False, given_match: False, given_coupled: True}
 
 
@@ -170,12 +174,25 @@ class Reducer:
         return results | self._by_reference(rest, draft_logits) if rest else results
 
     def _by_reference(self, strategies: Mapping[int, Strategy], draft_logits: Tensor) -> dict[int, Tensor]:
-        target_probs = self._probs()
-        logits = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))  # once for all of them
+        num_rows, num_positions = self._tokens.shape
+        width = _num_positions_together(num_rows, draft_logits)
+        parts = [
+            self._of_positions(strategies, draft_logits, begin, min(begin + width, num_positions))
+            for begin in range(0, num_positions, width)
+        ]
+        return {i: torch.cat([part[i] for part in parts], dim=1) for i in strategies}
+
+    def _of_positions(
+        self, strategies: Mapping[int, Strategy], draft_logits: Tensor, begin: int, end: int
+    ) -> dict[int, Tensor]:
+        target_probs, tokens = self._probs()[:, begin:end], self._tokens[:, begin:end]
+        appended = self._appended[:, : self._appended.shape[1] - self._tokens.shape[1] + end]
+        logits = draft_logits[:, begin:end]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once for all of them
         results: dict[int, Tensor] = {}
         for i, (drafter, reduce) in strategies.items():
-            draft_probs = drafter.law_probs(drafter.draft_probs(logits, self._sampling, self._appended))
-            results[i] = reduce(target_probs, draft_probs, self._tokens)
+            draft_probs = drafter.law_probs(drafter.draft_probs(logits, self._sampling, appended))
+            results[i] = reduce(target_probs, draft_probs, tokens)
         return results
 
     def _probs(self) -> Tensor:
@@ -221,3 +238,10 @@ class Reducer:
                 number = number.clamp(max=1) if reduce is given_rejection else number
             results[i] = torch.where(tokens >= 0, number, 0).view_as(self._tokens)
         return results
+
+
+def _num_positions_together(num_rows: int, logits: Tensor) -> int:
+    """Positions of a replay [num_rows, Q, V] that the reference reduces at once: all of them but on a CPU."""
+    if logits.device.type != "cpu":
+        return logits.shape[1]
+    return max(1, _NUM_TOGETHER * torch.get_num_threads() // (num_rows * logits.shape[-1]))
