@@ -17,18 +17,32 @@ import spectoolkit
 
 PACKAGES = ("torch", "transformers", "numpy", "pandas", "hydra-core", "triton")
 
+_kernels: dict[str, str] = {}
+"""Device -> what `kernels.dispatch` last said of it."""
+
 
 def provenance() -> dict[str, Any]:
-    """Versions, git commit of the code (None outside a checkout), device, command line and time (UTC)."""
+    """Versions, git commit of the code (None outside a checkout), device, command line and time (UTC).
+
+    "cuda" is the version that torch was built for (None for a CPU's); "kernels" says for each device whether kernels or
+    the reference computed there so far, and why.
+    """
     return {
         "spectoolkit": spectoolkit.__version__,
         "commit": _commit(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
         "device": device_name(),
+        "kernels": "; ".join(f"{device}: {what}" for device, what in _kernels.items()) or "not asked for",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def say_kernels(device: str, what: str) -> None:
+    """Have `provenance` say `what` of the kernels on a device: known only once a run got there."""
+    _kernels[device] = what
 
 
 def device_name() -> str:

@@ -1,14 +1,20 @@
 """Whether a kernel or the reference does a step's verification or a replay's reduction.
 
-With `SPECTOOLKIT_KERNELS=auto` kernels run on CUDA tensors where triton is installed, for the plain rows that most
-work is made of: logits in float32, float16 or bfloat16, no filter, penalty or bias, and a rule and law that `verify`
-and `reduce` know. Everything else, and every batch with something to report (NaN, a broken contract), goes through
-the reference, whose errors count. Top-k, top-p and min-p rows do too: they are sorted there, and a kernel would have
-to break ties exactly so.
+With `SPECTOOLKIT_KERNELS=auto`, which holds where nothing is said, kernels run on CUDA tensors where triton is
+installed, for the plain rows that most work is made of: logits in float32, float16 or bfloat16, no filter, penalty or
+bias, and a rule and law that `verify` and `reduce` know. Everything else, and every batch with something to report
+(NaN, a broken contract), goes through the reference, whose errors count. Top-k, top-p and min-p rows do too: they are
+sorted there, and a kernel would have to break ties exactly so.
 
-`off`, the reference everywhere, is what holds where nothing is said, until a device has run the kernels (`make gpu-
-check`). `interpret` takes them for CPU tensors as well, through Triton's interpreter (with TRITON_INTERPRET=1), which
-is for tests.
+Before a device's first kernel `self_check` compares all of them with the reference there; where they differ or fail,
+one warning says so and the process keeps to the reference on this device. `provenance` says which of it happened.
+
+`off` is the reference everywhere. `interpret` takes kernels for CPU tensors as well, through Triton's interpreter (with
+TRITON_INTERPRET=1), which is for tests.
+
+A verdict or a number of a kernel is the reference's up to rounding, as those of another device or another number of
+threads are. Like these, kernels are no part of a cell's identity: a folder begun on one machine is finished on another,
+and every cell's provenance says what computed it.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from spectoolkit.functional.acceptance import is_drafted
 from spectoolkit.functional.conditional import given_coupled, given_match, given_rejection, ratio
 from spectoolkit.functional.warp import Penalties
 from spectoolkit.interfaces import Verifier
+from spectoolkit.provenance import say_kernels
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Coupled, Rejection
 from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, foreign, foreign_token
@@ -41,21 +48,40 @@ Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Strategy = tuple[ModelDrafter, Reduce]
 
+_NUM_TOGETHER = 1 << 19
+"""Numbers per thread that the reference reduces at once on a CPU: rows that stay in its cache, and in memory that the
+allocator hands out again, for all draft temperatures."""
+
 _NEEDS_SUMS: Mapping[object, bool] = {ratio: False, given_rejection: False, given_match: False, given_coupled: True}
 
 
 def is_on(logits: Tensor) -> bool:
-    """Whether kernels may read these logits.
+    """Whether kernels may read these logits; the first time on a device they have to pass its `self_check`.
 
     Raises:
         UsageError: SPECTOOLKIT_KERNELS is something else than auto, off or interpret.
     """
-    switch = os.environ.get(SWITCH, "off")
+    switch = os.environ.get(SWITCH, "auto")
     if switch not in ("auto", "off", "interpret"):
         raise UsageError(f"{SWITCH}: expected auto, off or interpret, got {switch!r}")
-    if switch == "off" or logits.dtype not in DTYPES:
+    if logits.dtype not in DTYPES:
         return False
-    return (logits.device.type == "cuda" or switch == "interpret") and find_spec("triton") is not None
+    reason = _reason_for_reference(switch, logits.device)
+    say_kernels(str(logits.device), reason or "on (self-check passed)")
+    return not reason
+
+
+def _reason_for_reference(switch: str, device: torch.device) -> str:
+    if switch == "off":
+        return f"off ({SWITCH}=off)"
+    if device.type != "cuda" and switch != "interpret":
+        return "reference, because it is no CUDA device"
+    if find_spec("triton") is None:
+        return "reference, because triton is not installed"
+    from spectoolkit.kernels.self_check import failure
+
+    found = failure(device)
+    return f"reference, because the self-check failed: {found}" if found else ""
 
 
 def is_plain(sampling: SamplingState) -> bool:
@@ -167,7 +193,7 @@ class Reducer:
         self._sampling, self._target_logits = sampling, target_logits
         self._tokens, self._appended = tokens, appended
         self._target_probs: Tensor | None = None
-        self._is_on = is_on(target_logits) and is_plain(sampling)
+        self._is_on = is_plain(sampling) and is_on(target_logits)
         if not self._is_on:
             self._probs()
 
@@ -183,12 +209,25 @@ class Reducer:
         return results | self._by_reference(rest, draft_logits) if rest else results
 
     def _by_reference(self, strategies: Mapping[int, Strategy], draft_logits: Tensor) -> dict[int, Tensor]:
-        target_probs = self._probs()
-        logits = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))  # once for all of them
+        num_rows, num_positions = self._tokens.shape
+        width = _num_positions_together(num_rows, draft_logits)
+        parts = [
+            self._of_positions(strategies, draft_logits, begin, min(begin + width, num_positions))
+            for begin in range(0, num_positions, width)
+        ]
+        return {i: torch.cat([part[i] for part in parts], dim=1) for i in strategies}
+
+    def _of_positions(
+        self, strategies: Mapping[int, Strategy], draft_logits: Tensor, begin: int, end: int
+    ) -> dict[int, Tensor]:
+        target_probs, tokens = self._probs()[:, begin:end], self._tokens[:, begin:end]
+        appended = self._appended[:, : self._appended.shape[1] - self._tokens.shape[1] + end]
+        logits = draft_logits[:, begin:end]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # once for all of them
         results: dict[int, Tensor] = {}
         for i, (drafter, reduce) in strategies.items():
-            draft_probs = drafter.law_probs(drafter.draft_probs(logits, self._sampling, self._appended))
-            results[i] = reduce(target_probs, draft_probs, self._tokens)
+            draft_probs = drafter.law_probs(drafter.draft_probs(logits, self._sampling, appended))
+            results[i] = reduce(target_probs, draft_probs, tokens)
         return results
 
     def _probs(self) -> Tensor:
@@ -234,3 +273,10 @@ class Reducer:
                 number = number.clamp(max=1) if reduce is given_rejection else number
             results[i] = torch.where(tokens >= 0, number, 0).view_as(self._tokens)
         return results
+
+
+def _num_positions_together(num_rows: int, logits: Tensor) -> int:
+    """Positions of a replay [num_rows, Q, V] that the reference reduces at once: all of them but on a CPU."""
+    if logits.device.type != "cpu":
+        return logits.shape[1]
+    return max(1, _NUM_TOGETHER * torch.get_num_threads() // (num_rows * logits.shape[-1]))

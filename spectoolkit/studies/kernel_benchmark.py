@@ -1,10 +1,12 @@
 """What the kernels take: against the bandwidth of the device, the reference in torch, and public kernels beside them.
 
-Every ratio is taken within one run on one device; nothing is measured of models.
+On a CPU, where no kernel runs: what a replay's reduction takes against the plain expression in torch. Every ratio is
+taken within one run on one device; nothing is measured of models.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
@@ -28,10 +30,11 @@ from spectoolkit.interfaces import Verifier
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.sampling import SamplingState
+from spectoolkit.studies.reduction_on_cpu import DTYPE, TEMPERATURES, run_on_cpu
 from spectoolkit.study import Cell, Store
 from spectoolkit.verifiers import Block, Coupled, Rejection
 
-DTYPE = torch.bfloat16
+RUNS_IN_ONE_PROCESS = True  # times are compared within one process
 
 RULES: tuple[tuple[str, Verifier, str], ...] = (
     ("rejection", Rejection(), "PointMass"),
@@ -42,7 +45,7 @@ RULES: tuple[tuple[str, Verifier, str], ...] = (
 )
 """Rule and what it is given of the draft: a token, probabilities in float32, logits in bfloat16, or noise."""
 
-TEMPERATURES = tuple(0.1 * (i + 1) for i in range(16))
+_NOT_INSTALLED = "not installed"
 
 Timer = Callable[[Callable[[], Any]], float]
 """Seconds that a call takes, the median of several."""
@@ -60,21 +63,25 @@ def run(
     batch_sizes: Sequence[int] = (1, 8, 64),
     num_rows: int = 128,
     copied_mib: int = 1024,
+    repetitions: int = 9,
 ) -> str:
     """Time verification at every vocabulary and batch size with the settings' K and T, and the reduction of a replay.
 
     Args:
-        device: where; "cpu" only with `interpret`.
+        device: where; on "cpu" without `interpret` no kernel runs, and the reduction is timed as a replay makes it.
         interpret: run the kernels in Triton's interpreter, to try this study out: its times say nothing.
         num_rows: rows of a reduction.
         copied_mib: size of the copy that gives the bandwidth.
+        repetitions: of each call on a CPU, of which the median counts; on a GPU triton chooses.
 
     Raises:
         UsageError: no such device, no triton, T = 0, or an interpreter that comes too late.
     """
-    prepare(device, interpret)
     if config["sampling"]["temperature"] == 0:
         raise UsageError("sampling.temperature: expected a number > 0, since one-hot rows leave nothing to draw, got 0")
+    if device == "cpu" and not interpret:
+        return run_on_cpu(store, config, vocab_sizes, num_rows, repetitions)
+    prepare(device, interpret)
     timer = _once if interpret else _on_device
     place = torch.device(device)
     bandwidth = copy_bandwidth(place, copied_mib, timer)
@@ -110,10 +117,10 @@ def prepare(device: str, interpret: bool) -> None:
     )
     if find_spec("triton") is None:
         raise UsageError("kernel_benchmark: expected triton to be installed (pip install .[gpu])")
-    if device not in ("cuda", "cpu") or (device == "cpu") != interpret:
+    if device not in ("cuda", "cpu") or (interpret and device != "cpu"):
         raise UsageError(
-            f"kernel_benchmark: expected study.device=cuda, or cpu with study.interpret=true, got {device!r} with "
-            f"interpret={interpret}; {dry}"
+            "kernel_benchmark: expected study.device=cuda, or cpu where study.interpret may be true, got "
+            f"{device!r} with interpret={interpret}; {dry}"
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"kernel_benchmark: expected a CUDA device, found none; {dry}")
@@ -306,7 +313,7 @@ def _public(
     name: str, make: Callable[[Case], Callable[[], Any]], case: Case, kernel_s: float, timer: Timer
 ) -> dict[str, Any]:
     """Time a public kernel; NaN where it is not installed, and what it said where it could not be called."""
-    column = {f"{name}_over_kernel": float("nan"), f"{name}_note": "not installed"}
+    column = {f"{name}_over_kernel": float("nan"), f"{name}_note": _NOT_INSTALLED}
     if find_spec(name) is None:
         return column
     try:
@@ -318,7 +325,10 @@ def _public(
 
 
 def _flashinfer(case: Case) -> Callable[[], Any]:
-    """softmax(logits / T), then flashinfer's chain speculative sampling, on the same proposals."""
+    """softmax(logits / T), then flashinfer's chain speculative sampling, on the same proposals.
+
+    Called as flashinfer 0.6.18 has it: (draft_probs [B, K, V], draft_token_ids [B, K] int32, target_probs [B, K+1, V]).
+    """
     from flashinfer.sampling import chain_speculative_sampling  # type: ignore[import-not-found]
 
     drafted, temperature = case.tokens.int(), case.temperature.float()[:, None, None]
@@ -328,9 +338,14 @@ def _flashinfer(case: Case) -> Callable[[], Any]:
 
 
 def _vllm(case: Case) -> Callable[[], Any]:
-    """softmax(logits / T), then vLLM's rejection sampling; the bonus token, which it is given, is not drawn."""
+    """softmax(logits / T), then vLLM's rejection sampling; the bonus token, which it is given, is not drawn.
+
+    vLLM 0.9 takes the target's probabilities [B K, V], in a parameter of the name `target_probs`; 0.17 and later take
+    logits divided by T as `target_logits` and make the softmax themselves. Nothing else of what is called differs.
+    """
     from vllm.v1.sample.rejection_sampler import rejection_sample  # type: ignore[import-not-found]
 
+    takes_logits = "target_logits" in inspect.signature(rejection_sample).parameters
     size, num_drafts, vocab_size = case.draft_probs.shape
     counts = [num_drafts] * size
     ends = torch.tensor(counts, device=case.target.device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -339,8 +354,11 @@ def _vllm(case: Case) -> Callable[[], Any]:
     metadata = SimpleNamespace(all_greedy=False, all_random=True, temperature=temperature.flatten(), generators={})
 
     def call() -> Any:
-        probs = torch.softmax(case.target.float() / temperature, -1)[:, :-1].reshape(-1, vocab_size)
-        return rejection_sample(drafted, counts, num_drafts, ends, rows, probs, bonus, metadata)
+        target = case.target[:, :-1].float() / temperature
+        target = target if takes_logits else torch.softmax(target, -1)
+        return rejection_sample(
+            drafted, counts, num_drafts, ends, rows, target.reshape(-1, vocab_size), bonus, metadata
+        )
 
     return call
 
@@ -367,7 +385,7 @@ def _markdown(
     *,
     interpret: bool,
 ) -> str:
-    warning = "**Run in Triton's interpreter: these times say nothing.** " if interpret else ""
+    warning = "**Run in Triton's interpreter: these times say nothing, and no GPU is measured.** " if interpret else ""
     lines = [
         "# Kernel benchmark",
         "",
@@ -401,15 +419,17 @@ def _markdown(
 
 
 def _of_public(row: Mapping[Any, Any], name: str) -> str:
-    ratio = row.get(f"{name}_over_kernel", float("nan"))
-    return "" if pd.isna(ratio) else f"{ratio:.1f}"
+    ratio, note = row.get(f"{name}_over_kernel", float("nan")), row.get(f"{name}_note", "")
+    if not pd.isna(ratio):
+        return f"{ratio:.1f}"
+    return "" if pd.isna(note) or not note else note if note == _NOT_INSTALLED else "not callable"
 
 
 _EXPLANATION = (
     "*of copy bandwidth*: the bytes that the kernels have to read over their time, over what the copy reads and writes "
     "in a second. *reference*: the same step in torch, logits to verdict. *flashinfer*: softmax in torch, then "
-    "`chain_speculative_sampling`; *vLLM*: softmax in torch, then `rejection_sample`, without drawing the bonus token; "
-    "empty where not installed or not comparable (`table.csv` says why). *equal verdicts*: sequences whose emitted "
-    "block is the reference's; another one lies within float32 rounding of a threshold. The second table is the "
-    "reduction of a replay with its sums: two reads of both rows, whatever the number of temperatures."
+    "`chain_speculative_sampling`; *vLLM*: the same with `rejection_sample`, without drawing the bonus token; empty "
+    "where they do not apply, and `table.csv` has what one said that is not callable. *equal verdicts*: sequences "
+    "whose emitted block is the reference's; another one lies within float32 rounding of a threshold. The second table "
+    "is the reduction of a replay with its sums: two reads of both rows, whatever the number of temperatures."
 )

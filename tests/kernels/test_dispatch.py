@@ -44,9 +44,10 @@ def pair(vocab_size: int = 6) -> tuple[Single, Single]:
 
 @pytest.fixture
 def calls(monkeypatch) -> Counter:
-    """Counts the calls of every kernel, which are on."""
+    """Counts the calls of every kernel, which are on; those of the self-check come before."""
     counted: Counter = Counter()
     monkeypatch.setenv(dispatch.SWITCH, ON)
+    assert dispatch.is_on(torch.zeros(1, 1, 4, device=DEVICE))
 
     def counting(name, function):
         def call(*arguments, **options):
@@ -194,6 +195,33 @@ def test_replay_gives_the_same_counts(calls, monkeypatch):
         torch.testing.assert_close(one[-1].steps, other[-1].steps, rtol=1e-5, atol=1e-7)
 
 
+PENALISED = SamplingParams(0.9, repetition_penalty=1.5, presence_penalty=0.4, logit_bias={2: 0.5})
+OF_REPLAY = {"plain": PLAIN, "filters": [SamplingParams(0.7, top_p=0.8, min_p=0.05)], "penalties": [PENALISED]}
+
+
+@pytest.mark.parametrize("name", OF_REPLAY)
+def test_the_reference_reduces_the_same_to_the_last_bit_however_many_positions_it_takes_together(name, monkeypatch):
+    monkeypatch.setenv(dispatch.SWITCH, "off")
+    target, draft = random_tabular(vocab_size=6, order=2, seed=0), random_tabular(vocab_size=6, order=2, seed=1)
+    outputs = outputs_of(target, requests(4, max_new_tokens=6, vocab_size=6, params=OF_REPLAY[name]))
+    found = []
+    for numbers in (1, 1 << 40, 4 * 6 * 4):
+        monkeypatch.setattr(dispatch, "_NUM_TOGETHER", numbers)
+        found.append(replay(target, strategies(draft), outputs))
+    for part in found[1:]:
+        for one, other in zip(found[0], part, strict=True):
+            assert torch.equal(one[-1].accepted_at, other[-1].accepted_at)
+            assert torch.equal(one[-1].steps, other[-1].steps)
+
+
+def test_a_large_vocabulary_is_reduced_a_few_positions_at_a_time_on_a_cpu():
+    threads = torch.get_num_threads()
+    shape = (1, 8, 1 << 15)
+    assert dispatch._num_positions_together(4, torch.empty(shape)) == 4 * threads
+    assert dispatch._num_positions_together(1 << 20, torch.empty(shape)) == 1
+    assert dispatch._num_positions_together(4, torch.empty(shape, device="meta")) == 8  # no CPU
+
+
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_replay_reports_nan_as_the_reference_reports_it(side, calls, monkeypatch):
     target, draft = (order_0(Breaks), order_0()) if side == "target" else (order_0(), order_0(Breaks))
@@ -219,6 +247,8 @@ def test_the_switch(monkeypatch):
         monkeypatch.setenv(dispatch.SWITCH, value)
         assert dispatch.is_on(logits) is expected
     assert not dispatch.is_on(logits.double())
+    monkeypatch.delenv(dispatch.SWITCH)
+    assert dispatch.is_on(logits) is (DEVICE == "cuda")
     monkeypatch.setenv(dispatch.SWITCH, "on")
     with pytest.raises(UsageError, match="SPECTOOLKIT_KERNELS: expected auto, off or interpret, got 'on'"):
         dispatch.is_on(logits)

@@ -1,5 +1,9 @@
 """The study of the kernels' times: what it refuses, that it runs, and which bytes it counts."""
 
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
 import pandas as pd
 import pytest
 import torch
@@ -26,6 +30,46 @@ def test_it_runs_and_every_verdict_is_the_reference_s(tmp_path):
     assert (of_replay["largest_relative_difference"] < 1e-4).all()
     assert (tmp_path / "manifest.json").exists()
     assert ("these times say nothing" in text) is not HAS_GPU
+    dense = table[(table["rule"] == "rejection") & (table["law"] == "Dense")].iloc[0]
+    for name in ("flashinfer", "vllm"):
+        if find_spec(name) is None:
+            assert dense[f"{name}_note"] == "not installed"
+            assert "| not installed |" in text
+
+
+def test_on_a_cpu_a_replay_s_reduction_is_compared_with_the_plain_expression(tmp_path):
+    where = ["study.device=cpu", "study.vocab_sizes=[40,300]", "study.num_rows=20", "study.repetitions=2"]
+    text = config.plan(["experiment=kernel_benchmark", *where, f"folder={tmp_path}"]).run()
+    table = pd.read_csv(tmp_path / "reduction_on_cpu.csv")
+    assert table[["vocab_size", "rule"]].apply(tuple, axis=1).tolist() == [
+        (v, rule) for v in (40, 300) for rule in ("rejection", "coupled")
+    ]
+    assert (table["rows"] == 32).all()  # 16 sequences, as many positions of each as are needed
+    assert (table["largest_relative_difference"] < 1e-4).all()
+    assert (table["plain_over_replay"] > 0).all()
+    assert "no GPU is measured" in text
+
+
+@pytest.mark.parametrize("takes_logits", [False, True])
+def test_vllm_gets_what_its_version_takes(takes_logits, monkeypatch):
+    """Up to 0.9 probabilities, from 0.17 on logits, whose softmax it takes itself."""
+    seen = []
+
+    def of_probs(tokens, counts, most, ends, draft_probs, target_probs, bonus, metadata):
+        seen.append(target_probs)
+
+    def of_logits(tokens, counts, most, ends, draft_probs, target_logits, bonus, metadata, synthetic_mode=False):
+        seen.append(target_logits.softmax(-1))
+
+    module = ModuleType("vllm.v1.sample.rejection_sampler")
+    module.rejection_sample = of_logits if takes_logits else of_probs
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for parent in ("vllm", "vllm.v1", "vllm.v1.sample"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    case = kernel_benchmark.Case.of(3, 2, 40, 0.7, torch.device("cpu"))
+    kernel_benchmark._vllm(case)()
+    expected = torch.softmax(case.target[:, :2].float() / 0.7, -1).reshape(6, 40)
+    torch.testing.assert_close(seen[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -34,8 +78,9 @@ def test_it_runs_and_every_verdict_is_the_reference_s(tmp_path):
         pytest.param(
             [], "expected a CUDA device, found none", marks=pytest.mark.skipif(HAS_GPU, reason="there is one")
         ),
-        (["study.device=cpu"], "expected study.device=cuda, or cpu with study.interpret=true, got 'cpu'"),
+        (["study.device=tpu"], "expected study.device=cuda, or cpu where study.interpret may be true, got 'tpu'"),
         (["study.interpret=true"], "got 'cuda' with interpret=True"),
+        (["study.device=cpu", "sampling.temperature=0"], r"sampling.temperature: expected a number > 0"),
         ([*DRY, "sampling.temperature=0"], r"sampling.temperature: expected a number > 0"),
     ],
 )
