@@ -28,6 +28,8 @@ from spectoolkit.study import Cell, Experiment, Store
 
 RUNS_IN_ONE_PROCESS = True  # times are compared within one process
 
+AXES = ("batch_size", "drafter", "verifier")
+
 COLUMNS = {
     engines.ASSISTED: "over_transformers",
     engines.ASSISTED_DEFAULTS: "over_transformers_defaults",
@@ -57,9 +59,11 @@ def check(cells: Sequence[Cell], axes: Sequence[str], **parameters: Any) -> None
     """Refuse what cannot be compared, before a model is loaded.
 
     Raises:
-        UsageError: a number below 1, or settings that not all engines have: stop strings, or sampling parameters beside
-            the temperature.
+        UsageError: a number below 1, axes that the table does not show, or settings that not all engines have: stop
+            strings, or sampling parameters beside the temperature.
     """
+    if unknown := sorted(set(axes) - set(AXES)):
+        raise UsageError(f"grid: expected axes of engine_benchmark among {', '.join(AXES)}, got {', '.join(unknown)}")
     for name, value in parameters.items():
         if value is not None and value < 1:
             raise UsageError(f"study.{name}: expected an integer >= 1, got {value!r}")

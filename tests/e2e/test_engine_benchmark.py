@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -56,6 +57,27 @@ def test_the_loop_is_measured():
     assert found["over_floor"] > 0
     assert 1 <= found["acceptance_length"] <= 4
     assert found["repeated"] == 1
+
+
+def test_the_run_that_is_timed_is_not_the_one_that_is_recorded():
+    asked = [replace(requests(1)[0], max_new_tokens=4)]
+
+    def run():
+        time.sleep(0.1)
+        return [(1, 2, 3, 4)]
+
+    def record():
+        time.sleep(0.3)
+        spans = SimpleNamespace(seconds=lambda: 0.15)
+        return [(1, 2, 3, 3)], 2, SimpleNamespace(spans=spans, repeat=lambda: 0.05)
+
+    row = engine_benchmark.Row({}, engines.Engine("other", asked, run, record), 1, torch.device("cpu"), 5)
+    found = engine_benchmark.measured(row)
+    assert found["over_floor"] == pytest.approx(2, rel=0.3)
+    assert found["tokens_per_s"] == pytest.approx(40, rel=0.3)
+    assert found["over_forwards"] == pytest.approx(2, rel=0.3)
+    assert found["acceptance_length"] == 2
+    assert found["repeated"] == 0
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -197,6 +219,7 @@ def test_models_of_another_kind_are_refused():
         (["sampling.top_p=0.9"], "sampling: expected nothing but a temperature.*top_p=0.9"),
         (["sampling.repetition_penalty=1.1"], "sampling: expected nothing but a temperature"),
         (["stop_strings=[x]"], r"stop_strings: expected none.*\['x'\]"),
+        (["+grid.num_draft_tokens=[2,4]"], "grid: expected axes of engine_benchmark among .*, got num_draft_tokens"),
         (["study.repetitions=0"], r"study\.repetitions: expected an integer >= 1, got 0"),
         (["study.requests_per_row=0"], r"study\.requests_per_row: expected an integer >= 1, got 0"),
         (["study.compared_requests=-1"], r"study\.compared_requests: expected an integer >= 1, got -1"),
@@ -222,7 +245,9 @@ def test_the_collector_is_off_while_something_is_timed():
 
 def test_every_batch_size_and_every_other_engine_is_measured_once_in_each_repetition():
     overrides = ["experiment=engine_benchmark_tiny", "prompts.limit=4", "grid.batch_size=[1,2]"]
-    rows = engine_benchmark.rows_of(config.plan(overrides).cells, 1, 3, with_flashspec=False)
+    cells = config.plan(overrides).cells
+    assert engine_benchmark._groups(cells) == [list(cells)]
+    rows = engine_benchmark.rows_of(cells, 1, 3, with_flashspec=False)
     found = [(row.engine.name, row.batch_size, len(row.engine.requests)) for row in rows]
     assert found == [
         ("spectoolkit", 1, 1),
