@@ -164,7 +164,7 @@ def check_models(experiment: Experiment) -> None:
 
 
 def spread(requests: Sequence[Request], number: int | None) -> Sequence[Request]:
-    """`number` of the requests, evenly spaced, since neighbours may be samples of one prompt; all if None or too many."""
+    """`number` of the requests, evenly spaced, since neighbours may be samples of one prompt; None is all of them."""
     if number is None or number >= len(requests):
         return requests
     return [requests[i * len(requests) // number] for i in range(number)]
@@ -215,9 +215,7 @@ def undisturbed() -> Iterator[None]:
 def with_ratios(rows: Sequence[Row], one: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """One repetition's measurements, those of the loop with its tokens per second over each other engine's."""
     names = [row.engine.name for row in rows]
-    rates = {
-        COLUMNS[name]: found["tokens_per_s"] for name, found in zip(names, one, strict=True) if name in COLUMNS
-    }
+    rates = {COLUMNS[name]: found["tokens_per_s"] for name, found in zip(names, one, strict=True) if name in COLUMNS}
     return [
         {**found, **({} if name in COLUMNS else {key: found["tokens_per_s"] / rate for key, rate in rates.items()})}
         for name, found in zip(names, one, strict=True)
@@ -285,7 +283,7 @@ def _markdown(
             ratios = " | ".join(_range(row, COLUMNS[name], 2) for name in names)
             lines.append(f"| {row['drafter']} | {row['verifier']} | {row['batch_size']} | {ratios} |")
     lines += ["", _EXPLANATION]
-    if (table["repeated"] < 1).any():
+    if min(table["repeated"]) < 1:
         lines += ["", _NOT_REPEATED]
     return "\n".join(lines) + "\n"
 
@@ -295,21 +293,22 @@ def _range(row: Mapping[str, Any], name: str, digits: int) -> str:
 
 
 _EXPLANATION = """\
-*time over floor*: the wall time of a run over that of its model calls made once more with nothing between them: the same
-models, tokens, shapes and caches, forward passes as well as what is cut off, joined to or picked from the caches. The
-calls are noted in a second run with the same noise; the run that is timed has nothing noted. *time over that inside
-forwards*: the wall time of that second run over the time inside its forward passes (`prefill` and `score` of the models
-here, `forward` of the models elsewhere), by the clock, on a GPU by events in its queue, for which nothing is waited; its
-inverse is `forward_share` in the CSV file. It leaves out what the floor holds of the caches, so it is the larger ratio
-unless forward passes are slower in a loop than alone. *acceptance length*: tokens per step in which the target scores
-drafts.
+*time over floor*: the wall time of a run over that of its model calls made once more with nothing between them: equal
+models, tokens, shapes and caches, forward passes as well as what is cut off, joined to or picked from the caches.
+These calls are noted in a second run with the same noise; the run that is timed has nothing noted. *time over that
+inside forwards*: the wall time of that second run over the time inside its forward passes (`prefill` and `score` of
+the models here, `forward` of the models elsewhere): by the clock, and on a GPU by events in its queue, for which
+nothing is waited. Its inverse is `forward_share` in the CSV file. It leaves out what the floor holds of the caches,
+so it is the larger ratio unless forward passes are slower in a loop than alone. *acceptance length*: tokens per step
+in which the target scores drafts.
 
-*transformers*: `generate` with `assistant_model`, the same pair, prompts, temperature for target and draft, and K drafts
-at every step; *its defaults* draft as many as it decides. *flashspec*: its path for one sequence with a model drafter,
-the same temperature for target and draft (rejection as in Leviathan et al., so its output follows the target's law as
-well), K drafts at every step also where fewer are left to emit; without prompt lookup, which is no part of the pair, and
-without CUDA graphs. It works on log-probabilities in float32 from torch's generator. Both decode one request at a time
-with torch's own attention. Every output is checked to have the length and the tokens that were asked for."""
+*transformers*: `generate` with `assistant_model`, the same pair, prompts, temperature for target and draft, and K
+drafts at every step; *its defaults* draft as many as it decides. *flashspec*: its path for one sequence with a model
+drafter, the same temperature for target and draft, so that its rejection (Leviathan et al.) keeps the target's law as
+the others do, and K drafts at every step, also where fewer are left to emit. It works on log-probabilities in float32
+and draws from torch's generator. Its prompt lookup is off, since it is no part of the pair, and so are its CUDA
+graphs. Both decode one request at a time with torch's own attention. Every output is checked to have the length and
+the tokens that were asked for, which says nothing of its law."""
 
 _NOT_REPEATED = (
     "In some repetitions an engine's second run gave other tokens than the one that was timed (`repeated` in the CSV "

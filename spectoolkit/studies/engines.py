@@ -1,4 +1,4 @@
-"""What `engine_benchmark` compares: this package's loop, transformers' assisted generation and flashspec, alike to time.
+"""What `engine_benchmark` compares: this package's loop, transformers' assisted generation, and flashspec.
 
 Other engines decode one request at a time. flashspec is never a dependency: it is measured where it is installed.
 """
@@ -32,7 +32,8 @@ _FLASHSPEC_VERSION = "0.3."  # whose interface this is written for
 class Recording(Protocol):
     """The model calls of a run: the seconds inside forward passes, and of all calls once more alone."""
 
-    spans: Spans
+    @property
+    def spans(self) -> Spans: ...
 
     def repeat(self) -> float: ...
 
@@ -74,7 +75,8 @@ def loop(experiment: Experiment) -> Engine:
     def record() -> tuple[Outputs, int, Recording]:
         recorder = Recorder(Spans(experiment.target.device))
         models = (RecordedModel(model, recorder) for model in (experiment.target, drafter.draft_model))
-        return *decoded(*models), recorder
+        outputs, steps = decoded(*models)
+        return outputs, steps, recorder
 
     return Engine(LOOP, experiment.requests, lambda: decoded(experiment.target, drafter.draft_model)[0], record)
 
@@ -118,7 +120,8 @@ def assisted_generation(experiment: Experiment, requests: Sequence[Request], *, 
 
     def record() -> tuple[Outputs, int, Recording]:
         with recorded_forwards((target, draft), target.device) as recorder:
-            return run(), recorder.count(target), _InPlainAttention(recorder, (target, draft))
+            outputs = run()
+        return outputs, recorder.count(target), _InPlainAttention(recorder, (target, draft))
 
     return Engine(ASSISTED if fixed_length else ASSISTED_DEFAULTS, requests, run, record)
 
@@ -138,7 +141,7 @@ def flashspec_version() -> str:
 
 
 def flashspec(experiment: Experiment, requests: Sequence[Request]) -> Engine:
-    """flashspec's path for one sequence, with one model drafter that always drafts K tokens at the target's temperature.
+    """flashspec's path for one sequence, with a model drafter that always drafts K tokens at the target's temperature.
 
     Its prompt lookup is left out, since it would draft with something else than the pair; so is its capture of CUDA
     graphs, behind which forward passes cannot be told from the rest.
@@ -173,7 +176,8 @@ def flashspec(experiment: Experiment, requests: Sequence[Request]) -> Engine:
 
     def record() -> tuple[Outputs, int, Recording]:
         with recorded_forwards((target, draft), device) as recorder:
-            return *decoded(), _InPlainAttention(recorder, (target, draft))
+            outputs, steps = decoded()
+        return outputs, steps, _InPlainAttention(recorder, (target, draft))
 
     return Engine(FLASHSPEC, requests, lambda: decoded()[0], record)
 

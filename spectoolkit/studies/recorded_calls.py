@@ -1,8 +1,8 @@
-"""What a decoding loop asks of its models, noted so that the very same calls can be made once more with nothing between.
+"""What a decoding loop asks of its models, noted so that the same calls can be made once more with nothing between.
 
-Two recorders, since engines call models in two ways: `Recorder` for calls of `interfaces.LanguageModel`, which is how the
-loop does it, and `ForwardRecorder` for forward passes of transformers models, which is how other engines do it. Both
-tell the seconds inside forward passes and the floor: the seconds of the repeated calls.
+Two recorders, since engines call models in two ways: `Recorder` for calls of `interfaces.LanguageModel`, which is how
+the loop does it, and `ForwardRecorder` for forward passes of transformers models, which is how other engines do it.
+Both tell the seconds inside forward passes and the floor: the seconds of the repeated calls.
 """
 
 from __future__ import annotations
