@@ -298,9 +298,9 @@ models, tokens, shapes and caches, forward passes as well as what is cut off, jo
 These calls are noted in a second run with the same noise; the run that is timed has nothing noted. *time over that
 inside forwards*: the wall time of that second run over the time inside its forward passes (`prefill` and `score` of
 the models here, `forward` of the models elsewhere): by the clock, and on a GPU by events in its queue, for which
-nothing is waited. Its inverse is `forward_share` in the CSV file. It leaves out what the floor holds of the caches,
-so it is the larger ratio unless forward passes are slower in a loop than alone. *acceptance length*: tokens per step
-in which the target scores drafts.
+nothing is waited. Its inverse is `forward_share` in the CSV file. It takes a forward pass to be as slow as it was in
+the loop, and leaves out what the floor holds of the caches. *acceptance length*: tokens per step in which the target
+scores drafts.
 
 *transformers*: `generate` with `assistant_model`, the same pair, prompts, temperature for target and draft, and K
 drafts at every step; *its defaults* draft as many as it decides. *flashspec*: its path for one sequence with a model
