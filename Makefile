@@ -12,10 +12,8 @@ sweep: install  ## the default study: acceptance length over temperature on the 
 test: install  ## the whole test suite, in two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-gpu-check: install  ## on a machine with a GPU: its tests and the kernels', then the benchmarks
-	$(BIN)/python -m pytest tests/gpu tests/kernels $(ARGS)
-	$(BIN)/spectoolkit experiment=kernel_benchmark folder=results/kernel_benchmark_gpu
-	$(BIN)/spectoolkit experiment=engine_benchmark target.device=cuda folder=results/engine_benchmark_gpu
+gpu-check:  ## on a machine with a GPU, which needs no network: its tests and the kernels', then the benchmarks
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/check.py $(ARGS)
 
 notebooks: install  ## run the notebooks again and keep their outputs
 	$(BIN)/python notebooks/run.py $(ARGS)

@@ -1,99 +1,86 @@
-"""How close the decoding loop comes to its forwards, and how it compares with transformers' assisted generation.
+"""How close decoding loops come to their forwards: this package's, transformers' assisted generation's and flashspec's.
 
-Every ratio is taken within one run on one machine; the seconds in the table are only there to show what it was made of.
+Everything is measured in turn within one process on one machine; the seconds in the table are only there to show what
+its ratios were made of.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pandas as pd
 import torch
 
-from spectoolkit.datatypes import Request
-from spectoolkit.decode import decode
+from spectoolkit.datatypes import Request, SamplingParams
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
-from spectoolkit.interfaces import LanguageModel
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
+from spectoolkit.studies import engines
+from spectoolkit.studies.engines import Engine
+from spectoolkit.studies.recorded_calls import now
 from spectoolkit.study import Cell, Experiment, Store
 
 RUNS_IN_ONE_PROCESS = True  # times are compared within one process
 
-FORWARDS = ("prefill", "score")
+AXES = ("batch_size", "drafter", "verifier")
 
-
-@dataclass
-class Recorder:
-    """Notes every call to the models of a run, with the time it took, so that the calls can be made once more alone.
-
-    Attributes:
-        calls: (model, method, arguments); states are replaced by their number, in the order in which they appeared.
-        seconds: per method.
-    """
-
-    calls: list[tuple[LanguageModel, str, tuple[Any, ...]]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def repeat(self) -> float:
-        """Make the same calls in the same order, nothing between them; returns the seconds they take: the floor."""
-        states: list[Any] = []
-        begin = _now(self.calls[0][0].device)
-        with torch.inference_mode():
-            for model, method, arguments in self.calls:
-                given = [states[a.number] if isinstance(a, _State) else a for a in arguments]
-                result = getattr(model, method)(*given)
-                states.append(result[1] if method == "score" else result)
-                for argument in arguments:
-                    if isinstance(argument, _State):
-                        states[argument.number] = None  # consumed, as in the run itself
-        return _now(self.calls[0][0].device) - begin
+COLUMNS = {
+    engines.ASSISTED: "over_transformers",
+    engines.ASSISTED_DEFAULTS: "over_transformers_defaults",
+    engines.FLASHSPEC: "over_flashspec",
+}
+"""Of the loop's tokens per second over another engine's."""
 
 
 @dataclass(frozen=True)
-class _State:
-    number: int
-    value: Any
+class Row:
+    """A row of the table: one engine at one batch size.
+
+    Attributes:
+        settings: drafter and verifier.
+        batch_size: sequences that it decodes together.
+        device, vocab_size: of the target.
+    """
+
+    settings: Mapping[str, Any]
+    engine: Engine
+    batch_size: int
+    device: torch.device
+    vocab_size: int
 
 
-class RecordedModel:
-    """A language model whose calls go through a `Recorder`."""
+def check(cells: Sequence[Cell], axes: Sequence[str], **parameters: Any) -> None:
+    """Refuse what cannot be compared, before a model is loaded.
 
-    def __init__(self, model: LanguageModel, recorder: Recorder) -> None:
-        self._model, self._recorder = model, recorder
-        self.name, self.vocab_size, self.context_length = model.name, model.vocab_size, model.context_length
-        self.device, self.tokenizer = model.device, model.tokenizer
-
-    def prefill(self, prefixes: Sequence[Sequence[int]]) -> _State:
-        return self._call("prefill", prefixes)
-
-    def score(self, state: _State, tokens: torch.Tensor) -> tuple[torch.Tensor, _State]:
-        return self._call("score", state, tokens)
-
-    def rollback(self, state: _State, lengths: torch.Tensor) -> _State:
-        return self._call("rollback", state, lengths)
-
-    def select(self, state: _State, rows: Sequence[int]) -> _State:
-        return self._call("select", state, rows)
-
-    def insert(self, state: _State, rows: Sequence[int], other: _State) -> _State:
-        return self._call("insert", state, rows, other)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        given = [a.value if isinstance(a, _State) else a for a in arguments]
-        begin = _now(self._model.device)
-        result = getattr(self._model, method)(*given)
-        spent = _now(self._model.device) - begin
-        self._recorder.seconds[method] = self._recorder.seconds.get(method, 0.0) + spent
-        numbered = tuple(_State(a.number, None) if isinstance(a, _State) else a for a in arguments)
-        self._recorder.calls.append((self._model, method, numbered))
-        number = len(self._recorder.calls) - 1
-        return (result[0], _State(number, result[1])) if method == "score" else _State(number, result)
+    Raises:
+        UsageError: a number below 1, axes that the table does not show, or settings that not all engines have: stop
+            strings, or sampling parameters beside the temperature.
+    """
+    if unknown := sorted(set(axes) - set(AXES)):
+        raise UsageError(f"grid: expected axes of engine_benchmark among {', '.join(AXES)}, got {', '.join(unknown)}")
+    for name, value in parameters.items():
+        if value is not None and value < 1:
+            raise UsageError(f"study.{name}: expected an integer >= 1, got {value!r}")
+    names = [field.name for field in fields(SamplingParams)]
+    for cell in cells:
+        given = {name: cell.settings[f"sampling.{name}"] for name in names if f"sampling.{name}" in cell.settings}
+        params = SamplingParams(**{**given, "logit_bias": given.get("logit_bias") or {}})
+        if params != SamplingParams(temperature=params.temperature):
+            raise UsageError(
+                "sampling: expected nothing but a temperature, which is what all engines that engine_benchmark "
+                f"compares have, got {params}"
+            )
+        if cell.settings["stop_strings"]:
+            raise UsageError(
+                "stop_strings: expected none, since not all engines that engine_benchmark compares have them, got "
+                f"{cell.settings['stop_strings']}"
+            )
 
 
 def run(
@@ -103,41 +90,67 @@ def run(
     axes: Sequence[str],
     config: Mapping[str, Any],
     repetitions: int = 3,
+    requests_per_row: int | None = None,
+    compared_requests: int | None = None,
 ) -> str:
-    """Measure every cell `repetitions` times, and assisted generation on the same requests beside it; medians count.
+    """Measure the loop at every batch size and the other engines beside it, in turn, `repetitions` times.
+
+    Args:
+        requests_per_row: of a batch's rows, how many requests each decodes on average: large and small batches then
+            take equally long; None is all requests at every batch size.
+        compared_requests: how many requests the engines are given that decode one at a time; None is all of them.
 
     Raises:
-        UsageError: a cell without a draft model, or whose models are not those of transformers.
+        UsageError: a cell without a draft model, or models that are not those of transformers.
+        RunError: an engine's output is not what was asked for.
     """
-    rows: list[dict[str, Any]] = []
+    tables: list[pd.DataFrame] = []
+    missing = engines.flashspec_missing()
     with progress_bar(len(cells) * repetitions, "run") as bar:
-        for cell in cells:
-            experiment = cell.build()
-            check_models(experiment)
-            _assisted(experiment, experiment.requests[:1], fixed_length=True)  # first calls are slow
-            _loop(replace(experiment, requests=experiment.requests[:1]))
-            runs: list[dict[str, float]] = []
+        for group in _groups(cells):
+            rows = rows_of(group, requests_per_row, compared_requests, with_flashspec=missing is None)
+            for row in rows:  # first calls are slow
+                engines.check_outputs(row.engine, row.engine.run(), row.vocab_size)
+            runs: list[list[dict[str, float]]] = []
             for _ in range(repetitions):
-                measured = _loop(experiment)
-                for name, fixed_length in (("assisted", True), ("assisted_default", False)):
-                    tokens_per_s = _assisted(experiment, experiment.requests, fixed_length=fixed_length)
-                    measured[f"over_{name}"] = measured["tokens_per_s"] / tokens_per_s
-                runs.append(measured)
-                bar.update(1)
-            medians = {name: statistics.median(one[name] for one in runs) for name in runs[0]}
-            settings = {"drafter": cell.settings["drafter.name"], "verifier": cell.settings["verifier.name"]}
-            rows.append({**settings, "batch_size": experiment.batch_size, **medians})
-    table = pd.DataFrame(rows)
+                runs.append(with_ratios(rows, [measured(row) for row in rows]))
+                bar.update(len(group))
+            tables.append(summary(rows, runs))
+    table = pd.concat(tables, ignore_index=True)
     notes = provenance()
-    text = _markdown(table, config, str(notes["device"]), repetitions)
+    versions = {"transformers": notes["packages"]["transformers"], "flashspec": missing or engines.flashspec_version()}
+    text = _markdown(table, config, str(notes["device"]), repetitions, versions)
     replace_text(store.folder / "table.csv", table.to_csv(index=False, lineterminator="\n"))
     replace_text(store.folder / "table.md", text)
-    store.write_manifest({"provenance": notes, "config": config})
+    store.write_manifest({"provenance": notes, "engines": versions, "config": config})
     return f"{text}\nTable and manifest are in {store.folder}"
 
 
+def rows_of(
+    cells: Sequence[Cell], requests_per_row: int | None, compared_requests: int | None, *, with_flashspec: bool
+) -> list[Row]:
+    """What is measured of cells that differ in their batch size alone: the loop at each, and every other engine once.
+
+    Raises:
+        UsageError: see `check_models`.
+    """
+    experiments = [cell.build() for cell in cells]
+    settings = {"drafter": cells[0].settings["drafter.name"], "verifier": cells[0].settings["verifier.name"]}
+    check_models(experiments[0])
+    target = experiments[0].target
+    few = spread(experiments[0].requests, compared_requests)
+    others = [engines.assisted_generation(experiments[0], few, fixed_length=fixed) for fixed in (True, False)]
+    others += [engines.flashspec(experiments[0], few)] if with_flashspec else []
+    sized = []
+    for experiment in experiments:
+        wanted = None if requests_per_row is None else requests_per_row * experiment.batch_size
+        sized.append((engines.loop(replace(experiment, requests=spread(experiment.requests, wanted))), experiment))
+    found = [(engine, experiment.batch_size) for engine, experiment in sized] + [(engine, 1) for engine in others]
+    return [Row(settings, engine, size, target.device, target.vocab_size) for engine, size in found]
+
+
 def check_models(experiment: Experiment) -> None:
-    """Refuse what assisted generation cannot do.
+    """Refuse models that other engines cannot take.
 
     Raises:
         UsageError: no draft model, or models that are not those of transformers.
@@ -150,103 +163,154 @@ def check_models(experiment: Experiment) -> None:
         )
 
 
-def _loop(experiment: Experiment) -> dict[str, float]:
-    """One run of the loop with its calls recorded, then the same calls alone."""
-    recorder = Recorder()
-    draft_model = RecordedModel(experiment.drafter.draft_model, recorder)  # type: ignore[attr-defined]
-    begin = _now(experiment.target.device)
-    completions = list(
-        decode(
-            RecordedModel(experiment.target, recorder),
-            replace(experiment.drafter, draft_model=draft_model),  # type: ignore[type-var]
-            experiment.verifier,
-            experiment.requests,
-            num_draft_tokens=experiment.num_draft_tokens,
-            batch_size=experiment.batch_size,
-        )
-    )
-    wall_s = _now(experiment.target.device) - begin
-    emitted = sum(len(completion.tokens) for completion in completions)
-    steps = sum(len(completion.steps) for completion in completions)
+def spread(requests: Sequence[Request], number: int | None) -> Sequence[Request]:
+    """`number` of the requests, evenly spaced, since neighbours may be samples of one prompt; None is all of them."""
+    if number is None or number >= len(requests):
+        return requests
+    return [requests[i * len(requests) // number] for i in range(number)]
+
+
+def measured(row: Row) -> dict[str, float]:
+    """One run of an engine, the same with its model calls recorded, and these calls alone.
+
+    Raises:
+        RunError: outputs that cannot be.
+    """
+    with undisturbed():
+        begin = now(row.device)
+        outputs = row.engine.run()
+        wall_s = now(row.device) - begin
+    with undisturbed():
+        begin = now(row.device)
+        again, steps, recording = row.engine.record()
+        recorded_s = now(row.device) - begin
+    engines.check_outputs(row.engine, outputs, row.vocab_size)
+    inside_s = recording.spans.seconds()
+    with undisturbed():
+        floor_s = recording.repeat()
+    emitted = sum(map(len, outputs))
     return {
         "tokens_per_s": emitted / wall_s,
-        "acceptance_length": emitted / steps,
-        "forward_share": sum(recorder.seconds[name] for name in FORWARDS) / wall_s,
-        "over_floor": wall_s / recorder.repeat(),
+        "acceptance_length": sum(map(len, again)) / steps,
+        "over_floor": wall_s / floor_s,
+        "forward_share": inside_s / recorded_s,
+        "over_forwards": recorded_s / inside_s,
+        "repeated": float(outputs == again),
     }
 
 
-def _assisted(experiment: Experiment, requests: Sequence[Request], *, fixed_length: bool) -> float:
-    """Tokens per second of transformers' assisted generation, which decodes one request at a time.
-
-    `fixed_length` drafts K tokens at every step, as the loop does; otherwise transformers' own defaults decide.
-    """
-    target: Any = experiment.target
-    draft: Any = experiment.drafter.draft_model  # type: ignore[attr-defined]
-    options = {"num_assistant_tokens": experiment.num_draft_tokens, "num_assistant_tokens_schedule": "constant"}
-    options |= {"assistant_confidence_threshold": 0.0}
-    attention = {model: model.config._attn_implementation for model in (target.hf_model, draft.hf_model)}
-    for model in attention:
-        model.set_attn_implementation("sdpa")
-    kept = {name: getattr(draft.hf_model.generation_config, name) for name in options}
-    for name in options if fixed_length else ():
-        setattr(draft.hf_model.generation_config, name, options[name])
-    begin, emitted = _now(target.device), 0
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run without the garbage collector, which would come at any time and for whatever was left before."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        for request in requests:
-            prompt = torch.tensor([request.prompt], device=target.device)
-            sampled = request.params.temperature > 0
-            sampling = {"temperature": request.params.temperature, "top_k": 0, "top_p": 1.0} if sampled else {}
-            with torch.random.fork_rng():
-                torch.manual_seed(request.seed)
-                output = target.hf_model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    assistant_model=draft.hf_model,
-                    do_sample=sampled,
-                    max_new_tokens=request.max_new_tokens,
-                    eos_token_id=sorted(request.stop_ids) or None,
-                    **sampling,
-                )
-            emitted += output.shape[1] - prompt.shape[1]
+        yield
     finally:
-        for name, value in kept.items():
-            setattr(draft.hf_model.generation_config, name, value)
-        for model, implementation in attention.items():
-            model.set_attn_implementation(implementation)
-    return emitted / (_now(target.device) - begin)
+        if was_enabled:
+            gc.enable()
 
 
-def _markdown(table: pd.DataFrame, config: Mapping[str, Any], device: str, repetitions: int) -> str:
+def with_ratios(rows: Sequence[Row], one: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """One repetition's measurements, those of the loop with its tokens per second over each other engine's."""
+    names = [row.engine.name for row in rows]
+    rates = {COLUMNS[name]: found["tokens_per_s"] for name, found in zip(names, one, strict=True) if name in COLUMNS}
+    return [
+        {**found, **({} if name in COLUMNS else {key: found["tokens_per_s"] / rate for key, rate in rates.items()})}
+        for name, found in zip(names, one, strict=True)
+    ]
+
+
+def summary(rows: Sequence[Row], runs: Sequence[Sequence[Mapping[str, float]]]) -> pd.DataFrame:
+    """Per row, the median of every measurement over the repetitions, and its smallest and largest value."""
+    made = []
+    for index, row in enumerate(rows):
+        entry: dict[str, Any] = {**row.settings, "engine": row.engine.name, "batch_size": row.batch_size}
+        entry["requests"] = len(row.engine.requests)
+        for name in runs[0][index]:
+            values = [one[index][name] for one in runs]
+            if name == "repeated":
+                entry[name] = sum(values) / len(values)
+                continue
+            entry |= {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+        made.append(entry)
+    return pd.DataFrame(made)
+
+
+def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells that differ in their batch size alone."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        key = repr(sorted((name, value) for name, value in cell.settings.items() if name != "batch_size"))
+        groups.setdefault(key, []).append(cell)
+    return list(groups.values())
+
+
+def _markdown(
+    table: pd.DataFrame, config: Mapping[str, Any], device: str, repetitions: int, versions: Mapping[str, Any]
+) -> str:
     lines = [
         "# Engine benchmark",
         "",
-        f"Medians of {repetitions} runs on {device}; K = {config['num_draft_tokens']}, T = "
-        f"{config['sampling']['temperature']}, {config['max_new_tokens']} tokens per request. Ratios compare within "
-        "one run; seconds depend on the machine and its other load.",
+        f"Medians of {repetitions} repetitions on {device}, smallest and largest value in brackets; K = "
+        f"{config['num_draft_tokens']}, T = {config['sampling']['temperature']}, {config['max_new_tokens']} tokens per "
+        "request. In every repetition all rows are measured in turn. Ratios compare within one repetition; seconds "
+        f"depend on the machine and its other load. transformers {versions['transformers']}; flashspec: "
+        f"{versions['flashspec']}.",
         "",
-        "| drafter | verifier | batch | forward share | time over floor | tokens/s over assisted generation, K fixed | "
-        "over its defaults | acceptance length | tokens/s |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| drafter | verifier | engine | batch | requests | time over floor | time over that inside forwards | "
+        "acceptance length | tokens/s |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in table.to_dict("records"):
+    rows = table.to_dict("records")
+    for row in rows:
         lines.append(
-            f"| {row['drafter']} | {row['verifier']} | {row['batch_size']} | {row['forward_share']:.1%} | "
-            f"{row['over_floor']:.3f} | {row['over_assisted']:.2f} | {row['over_assisted_default']:.2f} | "
-            f"{row['acceptance_length']:.2f} | {row['tokens_per_s']:.1f} |"
+            f"| {row['drafter']} | {row['verifier']} | {row['engine']} | {row['batch_size']} | {row['requests']} | "
+            f"{_range(row, 'over_floor', 3)} | {_range(row, 'over_forwards', 3)} | "
+            f"{row['acceptance_length']:.2f} | {_range(row, 'tokens_per_s', 1)} |"
         )
-    return "\n".join([*lines, "", _EXPLANATION]) + "\n"
+    names = [name for name, column in COLUMNS.items() if column in table]
+    lines += [
+        "",
+        "Tokens per second of spectoolkit over those of the engines that decode one request at a time:",
+        "",
+        "| drafter | verifier | batch | " + " | ".join(f"over {name}" for name in names) + " |",
+        "|---|---|---:|" + "---:|" * len(names),
+    ]
+    for row in rows:
+        if row["engine"] not in COLUMNS:
+            ratios = " | ".join(_range(row, COLUMNS[name], 2) for name in names)
+            lines.append(f"| {row['drafter']} | {row['verifier']} | {row['batch_size']} | {ratios} |")
+    lines += ["", _EXPLANATION]
+    if min(table["repeated"]) < 1:
+        lines += ["", _NOT_REPEATED]
+    return "\n".join(lines) + "\n"
 
 
-_EXPLANATION = (
-    "*forward share*: time inside `prefill` and `score` of both models over the loop's wall time. *time over floor*: "
-    "the wall time over that of the very same model calls (forwards, rollbacks, joins) with nothing between them. "
-    "*assisted generation*: `transformers` generate with `assistant_model`, one request at a time, the same pair, "
-    "prompts and sampling parameters; once with K tokens drafted at every step, once with its defaults."
+def _range(row: Mapping[str, Any], name: str, digits: int) -> str:
+    return f"{row[name]:.{digits}f} ({row[f'{name}_min']:.{digits}f} to {row[f'{name}_max']:.{digits}f})"
+
+
+_EXPLANATION = """\
+*time over floor*: the wall time of a run over that of its model calls made once more with nothing between them: equal
+models, tokens, shapes and caches, forward passes as well as what is cut off, joined to or picked from the caches.
+These calls are noted in a second run with the same noise; the run that is timed has nothing noted. *time over that
+inside forwards*: the wall time of that second run over the time inside its forward passes (`prefill` and `score` of
+the models here, `forward` of the models elsewhere): by the clock, and on a GPU by events in its queue, for which
+nothing is waited. Its inverse is `forward_share` in the CSV file. It takes a forward pass to be as slow as it was in
+the loop, and leaves out what the floor holds of the caches. *acceptance length*: tokens per step in which the target
+scores drafts.
+
+*transformers*: `generate` with `assistant_model`, the same pair, prompts, temperature for target and draft, and K
+drafts at every step; *its defaults* draft as many as it decides. *flashspec*: its path for one sequence with a model
+drafter, the same temperature for target and draft, so that its rejection (Leviathan et al.) keeps the target's law as
+the others do, and K drafts at every step, also where fewer are left to emit. It works on log-probabilities in float32
+and draws from torch's generator. Its prompt lookup is off, since it is no part of the pair, and so are its CUDA
+graphs. Both decode one request at a time with torch's own attention. Every output is checked to have the length and
+the tokens that were asked for, which says nothing of its law."""
+
+_NOT_REPEATED = (
+    "In some repetitions an engine's second run gave other tokens than the one that was timed (`repeated` in the CSV "
+    "file is the share in which it did not), so that their model calls differ a little."
 )
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -16,7 +16,7 @@ from spectoolkit.metrics import COUNTS, summarise, undefined
 from spectoolkit.models.layer_skip import skip_layers
 from spectoolkit.models.tabular import TabularModel
 from spectoolkit.records import request_row
-from spectoolkit.studies import engine_benchmark
+from spectoolkit.studies import engines
 from spectoolkit.study import Experiment
 from spectoolkit.verifiers import Rejection, Typical
 from tests.helpers.fake_rows import row, step
@@ -192,7 +192,7 @@ def test_34_a_baseline_samples_from_all_tokens(monkeypatch):
     drafter = ModelDrafter(skip_layers(target, [1]), 120, ratio=1.0)
     names = {"r": "r"}
     pair = Experiment(target, drafter, Rejection(), asked, names, names, num_draft_tokens=2, batch_size=1)
-    engine_benchmark._assisted(pair, asked, fixed_length=True)
+    engines.assisted_generation(pair, asked, fixed_length=True).run()
     assert [seen[0].get(name) for name in ("do_sample", "top_k", "top_p")] == [True, 0, 1.0]  # the others draft
 
 
