@@ -66,7 +66,7 @@ class Graphs:
         UsageError: another switch.
     """
 
-    def __init__(self, switch: str, device: torch.device, name: str) -> None:
+    def __init__(self, switch: str | bool, device: torch.device, name: str) -> None:
         self.switch = parse_switch(switch)
         self.capture: Capture | None = CudaCapture(device) if switch == "auto" and device.type == "cuda" else None
         self._name = name

@@ -405,6 +405,7 @@ def test_the_switch():
     assert isinstance(Graphs("auto", cuda, "").capture, CudaCapture)
     assert Graphs("auto", cpu, "").capture is None
     assert Graphs("off", cuda, "").capture is None
+    assert Graphs(False, cuda, "").switch == "off"  # as YAML reads a bare off
     plain = tiny_model()
     with pytest.raises(UsageError, match="graphs: expected auto or off, got 'on'"):
         CausalLM(plain.hf_model, plain.tokenizer, "x", graphs="on")
