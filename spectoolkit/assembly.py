@@ -32,7 +32,8 @@ from spectoolkit.study import Cell, Experiment
 
 GROUPS = ("target", "draft_model", "drafter", "verifier", "sampling", "prompts")
 NOT_OF_A_CELL = ("name", "folder", "grid", "cases", "pairs", "study", "worker")
-NO_EFFECT_ON_NUMBERS = ("target.cache_dir",)
+# Graphs change the rounding of a GPU at most, as its kernels do.
+NO_EFFECT_ON_NUMBERS = ("target.cache_dir", "target.graphs", "draft_model.graphs")
 ENGINES = ("live", "replay", "auto")
 OF_THE_TEXT = ("max_new_tokens", "samples_per_prompt", "seed", "ignore_eos", "stop_strings")
 OF_PROMPT_LENGTH = ("max_tokens", "too_long")

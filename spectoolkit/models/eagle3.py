@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import (
 
 from spectoolkit.datatypes import PAD
 from spectoolkit.functional.ragged import append_rows, put_rows, row_lengths, widen
+from spectoolkit.models.cuda_graphs import Graphs
 from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.ragged_cache import RaggedCache, ragged_attention, ragged_mask
 
@@ -216,6 +217,7 @@ class Eagle3:
         head: the network; in evaluation its parameters have the target's dtype and device.
         vocab_size: V of the target; ids that the head lacks have logit -inf.
         feature_layers: the target's layers that it reads.
+        graphs: whether its forward passes are captured as CUDA graphs, as the target's are.
 
     Args:
         embedding: of the tokens, where the head has one of its own.
@@ -227,6 +229,7 @@ class Eagle3:
         self.vocab_size = head.config.layer.vocab_size
         self.context_length = target.context_length
         self.device = target.device
+        self.graphs = Graphs(target.graphs.switch, target.device, name)
         self.feature_layers = head.config.feature_layers
         self._embedding = target.hf_model.get_input_embeddings() if embedding is None else embedding
 
@@ -255,7 +258,7 @@ class Eagle3:
         if tokens.shape[1] > 1:  # all but the last pair, so that drafting begins with one
             last = (lengths - 1)[:, None]
             inner = tokens.scatter(1, last, PAD)[:, :-1]
-            state = self._feed_pending(replace(state, pending=inner, features=features[:, :-1]))
+            _, state = self._feed_pending(replace(state, pending=inner, features=features[:, :-1]))
             tokens = tokens.gather(1, last)
             features = features.gather(1, last[..., None].expand(-1, 1, features.shape[2]))
         return replace(state, pending=tokens, features=features)
@@ -263,7 +266,8 @@ class Eagle3:
     @torch.inference_mode()
     def first(self, state: Eagle3State) -> tuple[Tensor, Eagle3State]:
         """Logits [B, 1, V] behind the committed tokens."""
-        state = self._feed_pending(state)
+        if state.pending.shape[1]:
+            return self._feed_pending(state)
         assert state.states is not None
         return self.wide_logits(state.states), state
 
@@ -271,8 +275,8 @@ class Eagle3:
     def next(self, state: Eagle3State, tokens: Tensor) -> tuple[Tensor, Eagle3State]:
         """Logits [B, 1, V] behind drafts `tokens` [B, 1]."""
         assert state.states is not None
-        states = self._forward(state.cache, self.embed(tokens), state.states)
-        return self.wide_logits(states), replace(state, states=states)
+        states, logits = self._forward(state.cache, tokens, state.states, is_own=True)
+        return logits, replace(state, states=states)
 
     @torch.inference_mode()
     def commit(self, state: Eagle3State, emitted: Tensor, features: Tensor | None) -> Eagle3State:
@@ -320,35 +324,40 @@ class Eagle3:
         wide = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
         return wide.index_copy_(-1, self.head.draft_ids, logits)
 
-    def _feed_pending(self, state: Eagle3State) -> Eagle3State:
-        if state.pending.shape[1] == 0:
-            return state
-        lengths = row_lengths(state.pending)
-        states = self._forward(state.cache, self.embed(state.pending), self.head.fuse(state.features))
-        num_pairs = state.num_pairs + lengths
+    def _feed_pending(self, state: Eagle3State) -> tuple[Tensor, Eagle3State]:
+        """Logits [B, 1, V] behind the pending pairs, of which there are some, and the state with them cached."""
+        states, logits = self._forward(state.cache, state.pending, state.features, is_own=False)
+        num_pairs = state.num_pairs + row_lengths(state.pending)
         state.cache.rollback(num_pairs)
-        last = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[2])
-        return Eagle3State(
-            state.cache, num_pairs, state.pending[:, :0], state.features[:, :0], states=states.gather(1, last)
-        )
+        nothing = state.pending[:, :0], state.features[:, :0]
+        return logits, Eagle3State(state.cache, num_pairs, *nothing, states=states)
 
-    def _forward(self, cache: RaggedCache, embedded: Tensor, states: Tensor) -> Tensor:
-        """Append pairs [B, Q, D] to every row; the head's states [B, Q, D]."""
-        num_rows, num_queries = embedded.shape[:2]
-        positions = cache.begin(num_queries)
-        residual, queries, keys, values = self.head.project(embedded, states, positions)
-        keys, values = cache.update(keys, values, 0)
-        mask = ragged_mask(
-            num_rows,
-            num_queries,
-            cache.get_mask_sizes(num_queries, 0)[0],
-            cache.get_query_offset(),
-            dtype=queries.dtype,
-            device=queries.device,
-        )
-        attended, _ = ragged_attention(self.head, queries, keys, values, mask, scaling=queries.shape[-1] ** -0.5)
-        cache.end(num_queries)
-        return self.head.finish(residual, attended.flatten(2))
+    def _forward(self, cache: RaggedCache, tokens: Tensor, given: Tensor, is_own: bool) -> tuple[Tensor, ...]:
+        """Append pairs of `tokens` [B, Q], padded, to every row; states [B, 1, D] and logits behind the last of each.
+
+        `given`: the head's own states [B, Q, D], or features [B, Q, F].
+        """
+
+        def forward(positions: Tensor, tokens: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+            inputs = given if is_own else self.head.fuse(given)
+            residual, queries, keys, values = self.head.project(self.embed(tokens), inputs, positions)
+            keys, values = cache.update(keys, values, 0)
+            num_queries = tokens.shape[1]
+            mask = ragged_mask(
+                len(tokens),
+                num_queries,
+                cache.get_mask_sizes(num_queries, 0)[0],
+                cache.get_query_offset(),
+                dtype=queries.dtype,
+                device=queries.device,
+            )
+            attended, _ = ragged_attention(self.head, queries, keys, values, mask, scaling=queries.shape[-1] ** -0.5)
+            states = self.head.finish(residual, attended.flatten(2))
+            last = (row_lengths(tokens) - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[2])
+            states = states.gather(1, last)
+            return states, self.wide_logits(states)
+
+        return cache.extend(self.graphs, forward, tokens, given, kind="own" if is_own else "features")
 
     def _checked(self, features: Tensor | None) -> Tensor:
         assert features is not None, "a draft head was not given the target's features"

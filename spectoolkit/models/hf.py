@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from spectoolkit.errors import ContractError, UsageError
 from spectoolkit.interfaces import Part, Tokenizer
 from spectoolkit.models.cache_view import CacheView
+from spectoolkit.models.cuda_graphs import Graphs, parse_switch
 from spectoolkit.models.ragged_cache import ATTENTION, RaggedCache
 from spectoolkit.prompts import Prompt, render
 
@@ -69,13 +70,19 @@ class CausalLM:
         context_length: tokens that it can hold.
         feature_layers: decoder layers whose inputs are kept in the state (`features`); usually none. Number L, for a
             model of L layers, is the output of the last one.
+        graphs: whether forward passes of shapes that come often are captured as CUDA graphs (`load_hf`).
 
     Raises:
-        UsageError: an architecture without a cache that can be rolled back (see `SUPPORTED`).
+        UsageError: an architecture without a cache that can be rolled back (see `SUPPORTED`), or another `graphs`.
     """
 
     def __init__(
-        self, hf_model: PreTrainedModel, tokenizer: Tokenizer, name: str, feature_layers: Sequence[int] = ()
+        self,
+        hf_model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        name: str,
+        feature_layers: Sequence[int] = (),
+        graphs: str = "auto",
     ) -> None:
         check_supported(hf_model.config, type(hf_model))
         hf_model.set_attn_implementation(ATTENTION)
@@ -87,6 +94,7 @@ class CausalLM:
         self.vocab_size = int(config.vocab_size if head is None else head.weight.shape[0])
         self.context_length = _context_length(config)
         self.device = hf_model.device
+        self.graphs = Graphs(graphs, self.device, name)
         self.feature_layers = tuple(feature_layers)
         num_layers = len(decoder_layers(hf_model)) if self.feature_layers else 0
         if not all(type(layer) is int and 0 <= layer <= num_layers for layer in self.feature_layers):
@@ -100,7 +108,7 @@ class CausalLM:
         Raises:
             UsageError: a layer that it does not have.
         """
-        return CausalLM(self.hf_model, self.tokenizer, self.name, layers)
+        return CausalLM(self.hf_model, self.tokenizer, self.name, layers, self.graphs.switch)
 
     def features(self, state: RaggedCache, num_tokens: Tensor) -> Tensor:
         """[B, W, F], W = max(num_tokens): of the last `num_tokens` [B] cached tokens of each row, in order.
@@ -163,15 +171,15 @@ class CausalLM:
             return torch.empty(num_rows, num_queries, self.vocab_size, device=self.device), state
         if state.bound > self.context_length:
             self._check_length(max(state.read_lengths()))
-        positions = state.begin(num_queries)
-        if state.bound + num_queries > self.context_length:
+
+        def forward(positions: Tensor, tokens: Tensor) -> tuple[Tensor]:
             positions = positions.clamp(max=self.context_length - 1)
-        with self._keeping_features(state):
-            output = self.hf_model(
-                input_ids=tokens.to(self.device), position_ids=positions, cache=state, use_cache=True
-            )
-        state.end(num_queries)
-        return output.logits, state
+            with self._keeping_features(state):
+                output = self.hf_model(input_ids=tokens, position_ids=positions, cache=state, use_cache=True)
+            return (output.logits,)
+
+        (logits,) = state.extend(self.graphs, forward, tokens.to(self.device))
+        return logits, state
 
     @torch.inference_mode()
     def score_parts(
@@ -299,6 +307,7 @@ def load_hf(
     device: str = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
+    graphs: str = "auto",
 ) -> CausalLM:
     """The causal language model in a local folder or hub repository.
 
@@ -308,10 +317,13 @@ def load_hf(
         device: "cpu", "cuda", "cuda:1", ..., or "auto": the GPU if there is one.
         trust_remote_code: whether code that comes with the checkpoint may run.
         revision: branch, tag or commit of the repository; null is its default branch.
+        graphs: "auto" replays forward passes of shapes that come often as CUDA graphs, on a GPU and where the
+            architecture allows it; "off" never does. Results differ by the rounding of the attention at most.
 
     Raises:
-        UsageError: an unknown dtype or device, nothing loadable under `model`, or an unsupported architecture.
+        UsageError: an unknown dtype, device or switch, nothing loadable under `model`, or an unsupported architecture.
     """
+    switch = parse_switch(graphs)
     torch_device = parse_device(device)
     torch_dtype = parse_dtype(dtype, torch_device)
     _check_folder(model)
@@ -339,7 +351,7 @@ def load_hf(
             f"model: expected all weights of a {type(hf_model).__name__}, got {model!r}, in which "
             f"{len(report['missing_keys'])} are missing: {', '.join(sorted(report['missing_keys'])[:3])}, ..."
         )
-    return wrap(hf_model.to(torch_device), hf_tokenizer, model)
+    return wrap(hf_model.to(torch_device), hf_tokenizer, model, switch)
 
 
 def load_draft_hf(
@@ -349,6 +361,7 @@ def load_draft_hf(
     device: str = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
+    graphs: str = "auto",
 ) -> CausalLM:
     """A draft model of its own for `target`, as `load_hf`; device "auto" is where the target is, and no other will do.
 
@@ -360,7 +373,7 @@ def load_draft_hf(
     place = target.device if device == "auto" else parse_device(device)
     if (place.type, place.index or 0) != (target.device.type, target.device.index or 0):
         raise UsageError(f"draft_model.device: expected auto or that of the target, {target.device}, got {device!r}")
-    draft = load_hf(model, dtype, str(target.device), trust_remote_code, revision)
+    draft = load_hf(model, dtype, str(target.device), trust_remote_code, revision, graphs)
     difference = tokenizer_difference(target.tokenizer, draft.tokenizer)
     if difference is not None:
         raise UsageError(
@@ -370,9 +383,9 @@ def load_draft_hf(
     return draft
 
 
-def wrap(hf_model: PreTrainedModel, hf_tokenizer: PreTrainedTokenizerBase, name: str) -> CausalLM:
+def wrap(hf_model: PreTrainedModel, hf_tokenizer: PreTrainedTokenizerBase, name: str, graphs: str = "auto") -> CausalLM:
     """The model with its tokenizer; outputs stop at the end tokens that either of them names."""
-    return CausalLM(hf_model, HFTokenizer(hf_tokenizer, stop_ids(hf_model, hf_tokenizer)), name)
+    return CausalLM(hf_model, HFTokenizer(hf_tokenizer, stop_ids(hf_model, hf_tokenizer)), name, graphs=graphs)
 
 
 def stop_ids(hf_model: PreTrainedModel, hf_tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

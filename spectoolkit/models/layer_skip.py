@@ -54,7 +54,7 @@ def skip_layers(target: CausalLM, skipped_layers: Sequence[int], chosen_for: str
         raise UsageError(f"skipped_layers: expected fewer than all {num_layers} layers, got {skipped}")
     kept = [layer for layer in range(num_layers) if layer not in skipped]
     name = f"{target.name} without layers {sorted(skipped)}" if skipped else target.name
-    return CausalLM(keep_layers(target.hf_model, kept), target.tokenizer, name)
+    return CausalLM(keep_layers(target.hf_model, kept), target.tokenizer, name, graphs=target.graphs.switch)
 
 
 def keep_layers(hf_model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
 from spectoolkit.errors import ContractError, UsageError
+from spectoolkit.models.cuda_graphs import Forward, GraphedForwards, Graphs
 
 ATTENTION = "spectoolkit_ragged"
 
@@ -31,9 +32,21 @@ _ALIGNMENT = 8
 # Forward passes until lengths that only the device knows are read back; until then the attention sees too many slots.
 _MAX_BLIND_PASSES = 16
 
+# Slots that a captured forward pass sees come in steps of this, or of an eighth of them where that is more.
+_BUCKET = 128
+
+# Forward passes over more tokens per row keep the device busy without being captured.
+_MAX_CAPTURED_QUERIES = 32
+
 
 def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def bucket(size: int) -> int:
+    """The slots that a captured forward pass sees which needs `size` of them."""
+    step = max(_BUCKET, 1 << max(size.bit_length() - 4, 0))
+    return -(-size // step) * step
 
 
 @dataclass(slots=True)
@@ -118,6 +131,7 @@ class RaggedCache(Cache):
         lengths: [B] number of cached tokens of each row, on the device.
         known_lengths: the same on the host, or None.
         bound: a number that no length exceeds.
+        num_rollbacks: how often the rows were cut.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -125,12 +139,54 @@ class RaggedCache(Cache):
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         self.known_lengths: list[int] | None = [0] * num_rows
         self.bound = 0
+        self.num_rollbacks = 0
         self._num_blind_passes = 0
         self._append: _Append | None = None
+        self._graphed = GraphedForwards()
+
+    def extend(self, graphs: Graphs, forward: Forward, *inputs: Tensor, kind: str = "") -> tuple[Tensor, ...]:
+        """What `forward(positions [B, Q], *inputs)` gives, which appends Q tokens to every row.
+
+        Replayed as a CUDA graph where `graphs` and the shape allow it: `forward` is not called then, so it may depend
+        on nothing but its arguments, this cache and weights that stay where they are.
+
+        Args:
+            inputs: [B, Q, ...] the first, [B, ...] the others.
+            kind: tells different functions of inputs of equal shapes apart.
+        """
+        num_queries = inputs[0].shape[1]
+        self.bound_lengths()
+        outputs = None
+        if graphs.capture is not None and num_queries <= _MAX_CAPTURED_QUERIES:
+            outputs = self._replayed(graphs, forward, inputs, kind)
+        if outputs is None:
+            outputs = forward(self.begin(num_queries), *inputs)
+        self.end(num_queries)
+        return outputs
+
+    def _replayed(
+        self, graphs: Graphs, forward: Forward, inputs: Sequence[Tensor], kind: str
+    ) -> tuple[Tensor, ...] | None:
+        num_queries = inputs[0].shape[1]
+        num_visible = bucket(self.bound + num_queries)
+        # From the first pass on, so that the buffers stay where they are when a shape has come often enough.
+        for layer in self._ragged_layers():
+            layer.reserve(num_visible)
+
+        def static(lengths: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+            positions = lengths[:, None] + torch.arange(num_queries, device=lengths.device)
+            self._append = _Append(num_visible, None, positions, {})
+            try:
+                return forward(positions, *given)
+            finally:
+                self._append = None
+
+        shape = (kind, num_visible, *((given.shape, given.dtype) for given in inputs))
+        buffers = [buffer for layer in self._ragged_layers() for buffer in (layer.keys, layer.values)]
+        return self._graphed.run(graphs, shape, self.num_rollbacks, buffers, (self.lengths, *inputs), static)
 
     def begin(self, num_queries: int) -> Tensor:
         """Prepare a forward pass over `num_queries` new tokens per row; their positions [B, Q]."""
-        self.bound_lengths()
         is_uniform = self.known_lengths is not None and len(set(self.known_lengths)) == 1
         positions = self.lengths[:, None] + torch.arange(num_queries, device=self.lengths.device)
         needs_mask = not is_uniform or (num_queries > 1 and self.bound > 0)
@@ -175,12 +231,13 @@ class RaggedCache(Cache):
     def last_features(self, num_tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """[B, max(num_tokens), width] of the last `num_tokens` [B] tokens of each row, then zeros."""
         columns = torch.arange(int(num_tokens.max()) if len(num_tokens) else 0, device=self.lengths.device)
+        num_tokens = _to_device(num_tokens, columns.device)
         if not self.layers or not len(columns):
             return torch.zeros(len(num_tokens), len(columns), width, dtype=dtype, device=self.lengths.device)
         kept = self._ragged_layers()[-1].keys[:, 0]
-        at = (self.lengths - num_tokens.to(self.lengths.device))[:, None] + columns
+        at = (self.lengths - num_tokens)[:, None] + columns
         taken = kept.gather(1, at.clamp(0, kept.shape[1] - 1)[..., None].expand(-1, -1, width))
-        return taken.masked_fill((columns >= num_tokens.to(columns.device)[:, None])[..., None], 0)
+        return taken.masked_fill((columns >= num_tokens[:, None])[..., None], 0)
 
     def read_lengths(self) -> list[int]:
         """The lengths on the host, read back from the device if need be."""
@@ -198,7 +255,8 @@ class RaggedCache(Cache):
         """
         if lengths.shape != self.lengths.shape:
             raise ContractError(f"rollback: expected {len(self.lengths)} lengths, got shape {list(lengths.shape)}")
-        self.lengths = lengths.to(self.lengths.device, torch.long, copy=True)
+        self.lengths = _to_device(lengths.to(torch.long, copy=True), self.lengths.device)
+        self.num_rollbacks += 1
         old = self.known_lengths
         if lengths.device.type != "cpu":
             self.known_lengths = None
@@ -213,7 +271,7 @@ class RaggedCache(Cache):
         """The cache of `rows`, in that order."""
         if list(rows) == list(range(len(self.lengths))):
             return self
-        index = torch.tensor(list(rows), dtype=torch.long).to(self.lengths.device)
+        index = _to_device(torch.tensor(list(rows), dtype=torch.long), self.lengths.device)
         selected = RaggedCache(len(rows), self.lengths.device)
         selected.lengths = self.lengths[index]
         selected.bound = self.bound
@@ -234,7 +292,7 @@ class RaggedCache(Cache):
         """Replace `rows` by the rows of `other`, in order."""
         if len(rows) != len(other.lengths):
             raise ContractError(f"insert: expected {len(rows)} rows for {list(rows)}, got {len(other.lengths)}")
-        index = torch.tensor(list(rows), dtype=torch.long).to(self.lengths.device)
+        index = _to_device(torch.tensor(list(rows), dtype=torch.long), self.lengths.device)
         self.lengths = self.lengths.index_copy(0, index, other.lengths)
         if self.known_lengths is not None and other.known_lengths is not None:
             self.known_lengths = list(self.known_lengths)
@@ -277,7 +335,16 @@ class RaggedCache(Cache):
         return self._append.num_visible, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.bound
+        """A bound, where rows differ; what a captured pass is told stays true while it is replayed."""
+        append = self._append
+        return self.bound if append is None or append.start is not None else append.num_visible
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`, without the host waiting for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def ragged_mask(

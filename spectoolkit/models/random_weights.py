@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectoolkit.errors import UsageError
+from spectoolkit.models.cuda_graphs import parse_switch
 from spectoolkit.models.hf import CausalLM, parse_device, parse_dtype
 from spectoolkit.prompts import Prompt
 
@@ -38,11 +39,12 @@ def random_llama(
     seed: int = 0,
     dtype: str = "float32",
     device: str = "auto",
+    graphs: str = "auto",
 ) -> CausalLM:
     """A Llama with random weights; equal arguments give equal weights.
 
     Raises:
-        UsageError: a size below 1, fewer than 256 tokens, or a width that the heads do not share evenly.
+        UsageError: a size below 1, fewer than 256 tokens, a width that the heads do not share evenly, or as `load_hf`.
     """
     sizes = {"num_layers": num_layers, "hidden_size": hidden_size, "num_heads": num_heads, "context": context_length}
     for name, value in sizes.items():
@@ -73,7 +75,8 @@ def random_llama(
     if isinstance(torch_dtype, torch.dtype):
         model.to(torch_dtype)  # pyright: ignore  # its declaration hides that of nn.Module
     model.to(torch_device)  # pyright: ignore
-    return CausalLM(model, ByteTokenizer(), f"random Llama ({num_layers} layers of width {hidden_size})")
+    name = f"random Llama ({num_layers} layers of width {hidden_size})"
+    return CausalLM(model, ByteTokenizer(), name, graphs=parse_switch(graphs))
 
 
 def random_llama_draft(target: CausalLM, share: float = 0.9, seed: int = 1) -> CausalLM:
@@ -94,4 +97,4 @@ def random_llama_draft(target: CausalLM, share: float = 0.9, seed: int = 1) -> C
             other = torch.empty(given.shape).normal_(std=_STD, generator=generator) if given.dim() > 1 else 0
             parameter.copy_(given.cpu().float() * share**0.5 + other * (1 - share) ** 0.5 if given.dim() > 1 else given)
     model.to(device=target.device, dtype=source.dtype)  # pyright: ignore
-    return CausalLM(model, target.tokenizer, f"{target.name}, {share:g} of it")
+    return CausalLM(model, target.tokenizer, f"{target.name}, {share:g} of it", graphs=target.graphs.switch)

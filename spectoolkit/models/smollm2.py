@@ -27,7 +27,9 @@ _FORMAT = 1
 _log = logging.getLogger(__name__)
 
 
-def load_smollm2(dtype: str = "bfloat16", device: str = "auto", cache_dir: str | None = None) -> CausalLM:
+def load_smollm2(
+    dtype: str = "bfloat16", device: str = "auto", cache_dir: str | None = None, graphs: str = "auto"
+) -> CausalLM:
     """SmolLM2-135M-Instruct.
 
     The package holds 4-bit weights. The first call unpacks them into a folder of `cache_dir`, which takes half a
@@ -37,6 +39,7 @@ def load_smollm2(dtype: str = "bfloat16", device: str = "auto", cache_dir: str |
         dtype: as `hf.load_hf`; the unpacked weights are bfloat16.
         device: as `hf.load_hf`.
         cache_dir: where to keep the unpacked model; null is $SPECTOOLKIT_CACHE, or ~/.cache/spectoolkit without it.
+        graphs: as `hf.load_hf`.
 
     Raises:
         UsageError: the package is not installed, or as `hf.load_hf`.
@@ -48,7 +51,7 @@ def load_smollm2(dtype: str = "bfloat16", device: str = "auto", cache_dir: str |
     if not folder.is_dir():
         _log.warning("Unpacking %s into %s; this is done once and takes half a minute", gguf_file.name, folder)
         convert(gguf_file, folder)
-    model = load_hf(str(folder), dtype, device)
+    model = load_hf(str(folder), dtype, device, graphs=graphs)
     model.name = "smollm2"
     return model
 
