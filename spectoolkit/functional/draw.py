@@ -80,7 +80,7 @@ def _first_above(cumulated: Tensor, goal: Tensor, weights: Tensor, *, is_above_a
     if cumulated.device.type == "cpu" and not has_torch_function_unary(goal):
         if is_above_all:
             goal = torch.minimum(goal, cumulated[..., -1].nextafter(_BELOW))
-        found = torch.searchsorted(cumulated, goal[..., None], right=True).squeeze(-1)
+        found = torch.searchsorted(cumulated, goal[..., None].contiguous(), right=True).squeeze(-1)
         return found.clamp_(max=size - 1)  # NaN is behind everything
     index = torch.arange(size, device=weights.device)
     is_positive = weights > 0

@@ -30,7 +30,6 @@ from spectoolkit.chains import proposal_rows
 from spectoolkit.datatypes import Dense, Judged, PointMass, Proposal, Uniforms, Verdict
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.errors import UsageError
-from spectoolkit.functional.acceptance import is_drafted
 from spectoolkit.functional.conditional import given_coupled, given_match, given_rejection, ratio
 from spectoolkit.functional.warp import Penalties
 from spectoolkit.interfaces import Verifier
@@ -142,8 +141,7 @@ def _judged_by_reference(
         return Judged(verdict, target_probs, None, lambda: verdict)
     not_drawn = None
     if faults.device.type != "cpu" and verifier.keeps_law and isinstance(proposal.law, KNOWN_LAWS):
-        drafted = is_drafted(proposal.lengths, proposal.tokens.shape[1])
-        not_drawn = foreign(draft_prob(proposal, drafted), drafted)
+        not_drawn = foreign(draft_prob(proposal), proposal)
 
     def again() -> Verdict:
         refuse()

@@ -52,7 +52,7 @@ class Block:
         """
         tokens, lengths = proposal.tokens, proposal.lengths
         drafted = is_drafted(lengths, tokens.shape[1])
-        p, q = probs_of(target_probs[:, :-1], tokens), draft_prob(proposal, drafted)
+        p, q = probs_of(target_probs[:, :-1], tokens), draft_prob(proposal)
 
         joint = self._joint_ratio(p, torch.where(drafted, q, 1))
         missing = residual_masses(target_probs[:, :-1], proposal, joint[:, :-1])

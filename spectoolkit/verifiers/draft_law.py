@@ -25,8 +25,8 @@ from spectoolkit.functional.acceptance import (
 KNOWN_LAWS = (PointMass, Dense, TopM)
 
 
-def draft_prob(proposal: Proposal, drafted: Tensor) -> Tensor:
-    """q_i(x_i) [B, K] float64 of the tokens that are `drafted` [B, K]; anything past a proposal's length.
+def draft_prob(proposal: Proposal) -> Tensor:
+    """q_i(x_i) [B, K] float64 of the drafted tokens; anything past a proposal's length.
 
     Raises:
         ContractError: a drafted token that its law gives no probability, or a law that does not say q.
@@ -42,14 +42,14 @@ def draft_prob(proposal: Proposal, drafted: Tensor) -> Tensor:
         case law:
             raise _unknown(law)
     # Elsewhere asking would wait for the device: there the loop asks, with the one copy of a step (`kernels.dispatch`).
-    if prob.device.type == "cpu" and foreign(prob, drafted).any():
+    if prob.device.type == "cpu" and foreign(prob, proposal).any():
         raise foreign_token()
     return prob
 
 
-def foreign(prob: Tensor, drafted: Tensor) -> Tensor:
+def foreign(prob: Tensor, proposal: Proposal) -> Tensor:
     """[B, K] where a drafted token has probability `prob` 0, or NaN, under the law that it is said to be drawn from."""
-    return drafted > (prob > 0)
+    return is_drafted(proposal.lengths, proposal.tokens.shape[1]) > (prob > 0)
 
 
 def foreign_token() -> ContractError:

@@ -70,6 +70,6 @@ class Lenient:
             ContractError: a drafted token that its law gives no probability, or a law this rule cannot judge.
         """
         drafted = is_drafted(proposal.lengths, proposal.tokens.shape[1])
-        p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal, drafted)
+        p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal)
         accepted = drafted & (uniforms.accept * self.lenience * q < p)
         return prefix_verdict(accepted, target_probs, proposal, uniforms, residual_at)

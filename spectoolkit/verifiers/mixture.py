@@ -70,7 +70,7 @@ class Mixture:
         """
         tokens, w = proposal.tokens, self.draft_weight
         drafted = is_drafted(proposal.lengths, tokens.shape[1])
-        p, q = probs_of(target_probs[:, :-1], tokens), draft_prob(proposal, drafted)
+        p, q = probs_of(target_probs[:, :-1], tokens), draft_prob(proposal)
         accepted = drafted & (uniforms.accept * q < (1 - w) * p + w * q) & (tokens < target_probs.shape[-1])
         # p_w - q = (1 - w) (p - q): the residual has the weights of rejection's.
         return prefix_verdict(accepted, target_probs, proposal, uniforms, residual_at)

@@ -122,7 +122,7 @@ class WholeBlock:
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`."""
         drafted = is_drafted(proposal.lengths, proposal.tokens.shape[1])
-        p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal, drafted)
+        p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal)
         joint = torch.where(drafted, p, 1).prod(-1, keepdim=True)
         accepted = drafted & (uniforms.accept[:, :1] * torch.where(drafted, q, 1).prod(-1, keepdim=True) < joint)
         return prefix_verdict(accepted, target_probs, proposal, uniforms, residual_at)

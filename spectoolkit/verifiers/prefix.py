@@ -23,7 +23,7 @@ def ratio_test(target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> 
         ContractError: a drafted token that its law gives no probability, or a law that does not say q.
     """
     drafted = is_drafted(proposal.lengths, proposal.tokens.shape[1])
-    p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal, drafted)
+    p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal)
     return drafted & (uniforms.accept * q < p)
 
 

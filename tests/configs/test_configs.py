@@ -270,7 +270,7 @@ def test_a_cell_is_known_by_what_can_change_its_numbers():
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused_before_anything_is_loaded(overrides, message, monkeypatch):
-    def no_loading(dtype="", device="", cache_dir=None):
+    def no_loading(dtype="", device="", cache_dir=None, graphs=""):
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("spectoolkit.models.smollm2.load_smollm2", no_loading)

@@ -15,12 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-from spectoolkit import config, decode, runner
+from spectoolkit import config, laps, runner
 
 
 def run(plan: config.Plan, dies_after_files: int | None) -> None:
     """The study, with the seconds that a step takes (the one thing in a table that a clock has a say in) fixed."""
-    decode._Clock.lap = lambda self: 0.01  # type: ignore[method-assign]
+    laps.Laps.seconds = property(lambda self: (0.01, 0.01, 0.01))  # type: ignore[assignment]
     log = plan.folder.with_suffix(".log")
 
     def noting(compute):

@@ -436,7 +436,7 @@ HERE = "tests.unit.test_exactness"
 
 
 def test_the_quick_audit_of_every_pair_passes_and_loads_no_model(tmp_path, monkeypatch):
-    def no_loading(dtype="", device="", cache_dir=None):
+    def no_loading(dtype="", device="", cache_dir=None, graphs=""):
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("spectoolkit.models.smollm2.load_smollm2", no_loading)

@@ -1,6 +1,6 @@
 import torch
 
-from spectoolkit.functional.ragged import append_rows, keep_last, pad_rows, put_rows, row_lengths, widen
+from spectoolkit.functional.ragged import append_rows, pad_rows, places, put_rows, row_lengths, to_device, widen
 
 
 def test_pad_rows_and_lengths():
@@ -16,9 +16,20 @@ def test_append_follows_each_rows_own_end():
     assert joined.tolist() == [[1, 2, 7, -1], [3, 8, 9, -1], [-1, -1, -1, -1]]
 
 
-def test_keep_last():
-    rows = pad_rows([[1, 2, 3], [4, 5], [6]])
-    assert keep_last(rows, torch.tensor([2, 1, 0]), 2).tolist() == [[2, 3], [5, -1], [-1, -1]]
+def test_places_are_made_once_and_may_take_part_in_gradients():
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        found = places(5, device)
+    assert places(5, device) is found
+    assert found.tolist() == [0, 1, 2, 3, 4]
+    weights = torch.ones(5, requires_grad=True)
+    (weights[found] * 2).sum().backward()
+    assert weights.grad is not None
+
+
+def test_on_a_cpu_nothing_is_copied():
+    values = torch.arange(3)
+    assert to_device(values, torch.device("cpu")) is values
 
 
 def test_put_rows_copies():
