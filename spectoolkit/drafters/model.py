@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -143,7 +144,7 @@ class ModelDrafter:
         """
         return draw(probs, noise.uniforms[:, index]), (probs,)
 
-    @property
+    @cached_property
     def stream(self) -> DraftStream:
         """Where the draft logits come from."""
         return as_stream(self.draft_model)

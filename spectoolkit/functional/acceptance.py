@@ -85,7 +85,7 @@ def probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
     """Probability [...] float64 of `tokens` [...] in `probs` [..., V]; 0 for -1 and for ids behind the rows' end."""
     index = tokens.clamp(0, probs.shape[-1] - 1)
     found = probs.gather(-1, index[..., None]).squeeze(-1).to(torch.float64)
-    return torch.where(tokens == index, found, 0)
+    return found.masked_fill(tokens != index, 0)
 
 
 def sparse_probs_of(ids: Tensor, probs: Tensor, tokens: Tensor) -> Tensor:
