@@ -157,7 +157,7 @@ def fused_verdict(
     verifier: Verifier, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms
 ) -> tuple[Verdict, Tensor] | None:
     """The kernels' verdict and its status [B] (`verify`), 0 where it holds; None where it is the reference's turn."""
-    if proposal.num_chains is not None or not is_on(logits) or not is_plain(sampling):
+    if proposal.num_chains is not None or not is_plain(sampling) or not is_on(logits):
         return None
     arguments = (logits, sampling.temperature, proposal.tokens, proposal.lengths)
     law, rule = proposal.law, type(verifier)  # a rule made from one of these may do anything
