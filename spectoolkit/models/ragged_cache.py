@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
 from spectoolkit.errors import ContractError, UsageError
+from spectoolkit.functional.ragged import to_device
 from spectoolkit.models.cuda_graphs import Forward, GraphedForwards, Graphs
 
 ATTENTION = "spectoolkit_ragged"
@@ -231,7 +232,7 @@ class RaggedCache(Cache):
     def last_features(self, num_tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """[B, max(num_tokens), width] of the last `num_tokens` [B] tokens of each row, then zeros."""
         columns = torch.arange(int(num_tokens.max()) if len(num_tokens) else 0, device=self.lengths.device)
-        num_tokens = _to_device(num_tokens, columns.device)
+        num_tokens = to_device(num_tokens, columns.device)
         if not self.layers or not len(columns):
             return torch.zeros(len(num_tokens), len(columns), width, dtype=dtype, device=self.lengths.device)
         kept = self._ragged_layers()[-1].keys[:, 0]
@@ -255,7 +256,7 @@ class RaggedCache(Cache):
         """
         if lengths.shape != self.lengths.shape:
             raise ContractError(f"rollback: expected {len(self.lengths)} lengths, got shape {list(lengths.shape)}")
-        self.lengths = _to_device(lengths.to(torch.long, copy=True), self.lengths.device)
+        self.lengths = to_device(lengths.to(torch.long, copy=True), self.lengths.device)
         self.num_rollbacks += 1
         old = self.known_lengths
         if lengths.device.type != "cpu":
@@ -271,7 +272,7 @@ class RaggedCache(Cache):
         """The cache of `rows`, in that order."""
         if list(rows) == list(range(len(self.lengths))):
             return self
-        index = _to_device(torch.tensor(list(rows), dtype=torch.long), self.lengths.device)
+        index = to_device(torch.tensor(list(rows), dtype=torch.long), self.lengths.device)
         selected = RaggedCache(len(rows), self.lengths.device)
         selected.lengths = self.lengths[index]
         selected.bound = self.bound
@@ -292,7 +293,7 @@ class RaggedCache(Cache):
         """Replace `rows` by the rows of `other`, in order."""
         if len(rows) != len(other.lengths):
             raise ContractError(f"insert: expected {len(rows)} rows for {list(rows)}, got {len(other.lengths)}")
-        index = _to_device(torch.tensor(list(rows), dtype=torch.long), self.lengths.device)
+        index = to_device(torch.tensor(list(rows), dtype=torch.long), self.lengths.device)
         self.lengths = self.lengths.index_copy(0, index, other.lengths)
         if self.known_lengths is not None and other.known_lengths is not None:
             self.known_lengths = list(self.known_lengths)
@@ -338,13 +339,6 @@ class RaggedCache(Cache):
         """A bound, where rows differ; what a captured pass is told stays true while it is replayed."""
         append = self._append
         return self.bound if append is None or append.start is not None else append.num_visible
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`, without the host waiting for the copy."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def ragged_mask(
