@@ -1,6 +1,6 @@
 import torch
 
-from spectoolkit.functional.ragged import append_rows, keep_last, pad_rows, put_rows, row_lengths, widen
+from spectoolkit.functional.ragged import pad_rows, places, put_rows, row_lengths, to_device
 
 
 def test_pad_rows_and_lengths():
@@ -11,18 +11,23 @@ def test_pad_rows_and_lengths():
     assert pad_rows([[], []]).shape == (2, 0)
 
 
-def test_append_follows_each_rows_own_end():
-    joined = append_rows(pad_rows([[1, 2], [3], []]), pad_rows([[7], [8, 9], []]))
-    assert joined.tolist() == [[1, 2, 7, -1], [3, 8, 9, -1], [-1, -1, -1, -1]]
+def test_places_are_made_once_and_may_take_part_in_gradients():
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        found = places(5, device)
+    assert places(5, device) is found
+    assert found.tolist() == [0, 1, 2, 3, 4]
+    weights = torch.ones(5, requires_grad=True)
+    (weights[found] * 2).sum().backward()
+    assert weights.grad is not None
 
 
-def test_keep_last():
-    rows = pad_rows([[1, 2, 3], [4, 5], [6]])
-    assert keep_last(rows, torch.tensor([2, 1, 0]), 2).tolist() == [[2, 3], [5, -1], [-1, -1]]
+def test_on_a_cpu_nothing_is_copied():
+    values = torch.arange(3)
+    assert to_device(values, torch.device("cpu")) is values
 
 
 def test_put_rows_copies():
     rows = pad_rows([[1], [2], [3]])
     assert put_rows(rows, [2, 0], pad_rows([[8], [9]])).tolist() == [[9], [2], [8]]
     assert rows.tolist() == [[1], [2], [3]]
-    assert widen(rows, 2).tolist() == [[1, -1], [2, -1], [3, -1]]
