@@ -132,14 +132,14 @@ class Batch:
     def _starts(self) -> Tensor:
         return to_device(torch.tensor(self.sampling.num_tokens), self._seeds.device)
 
-    def commit(self, proposal: Proposal, judged: Judged, keeps_law: bool) -> Tensor:
+    def commit(self, proposal: Proposal, judged: Judged, keeps_law: bool) -> tuple[Tensor, Tensor | None]:
         """Take over a verdict: cut every block where its request ends, and record the step.
 
         `keeps_law` is that of the verifier.
 
         Returns:
-            [B, <= K+1] what each row emitted, padded, on the host. The one copy from device to host of a step happens
-            here; several chains take one more (`chains.keep_chain`).
+            [B, <= K+1] what each row emitted, padded, and [B] the chain that the verdict names, if it names any; on the
+            host. The one copy from device to host of a step happens here.
 
         Raises:
             InvalidLogitsError, ContractError: what `proposal` or `judged` says was wrong on the device.
@@ -151,7 +151,7 @@ class Batch:
             decided = _on_host(proposal, judged)
         draft_bytes = proposal.law.bytes_per_token(self._target.vocab_size) if keeps_law else 0
         emitted: list[list[int]] = []
-        for row, (drafted, verified, tokens, judged_alone, _) in zip(self.rows, decided, strict=True):
+        for row, (drafted, verified, tokens, judged_alone, _, _) in zip(self.rows, decided, strict=True):
             block = [token for token in tokens if token >= 0]
             kept, row.finish_reason = cut(row.request, row.output, block, self._target.tokenizer.decode)
             row.steps.append(
@@ -163,7 +163,8 @@ class Batch:
         committed = pad_rows(emitted)
         self.sampling = self.sampling.commit(committed)
         self._advanced()
-        return committed
+        chains = [row.chain for row in decided if row.chain is not None]
+        return committed, torch.tensor(chains) if chains else None
 
     def refuse_drafts(self, proposal: Proposal) -> None:
         """Raise for a draft row from which no distribution follows; this waits for the device.
@@ -172,7 +173,8 @@ class Batch:
             InvalidLogitsError: names the request and the position.
         """
         if proposal.faults is not None:
-            self.sampling.refuse(proposal.faults, proposal.tokens[:, :-1], "draft")
+            sampling = self.sampling.repeat(proposal.num_chains or 1)
+            sampling.refuse(proposal.faults.flatten(0, -2), proposal.tokens.flatten(0, -2)[:, :-1], "draft")
 
     def record_laps(self, laps: Laps) -> None:
         """The times of the step that was just committed, which its rows share."""
@@ -230,23 +232,28 @@ class _Decided(NamedTuple):
     tokens: list[int]
     judged_alone: list[int]
     has_fault: bool
+    chain: int | None
 
 
 def _on_host(proposal: Proposal, judged: Judged) -> list[_Decided]:
     """What was decided, in one copy from a device."""
     verdict = judged.verdict
-    parts = [proposal.lengths[:, None], verdict.num_accepted[:, None], verdict.emitted, verdict.judged_alone]
-    parts += [faults for faults in (judged.faults, proposal.faults) if faults is not None]
+    chosen = verdict.num_accepted[:, None]
+    if verdict.chain is not None:
+        chosen = torch.stack([verdict.num_accepted, verdict.chain], dim=1)
+    parts = [proposal.lengths[:, None], chosen, verdict.emitted, verdict.judged_alone]
+    found = [faults for faults in (judged.faults, proposal.faults) if faults is not None]
+    parts += [faults.any(1) if faults.ndim == 3 else faults for faults in found]
     if proposal.lengths.device.type == "cpu":
         by_part = [part.tolist() for part in parts]
     else:
         by_part = [part.tolist() for part in torch.cat(parts, dim=1).cpu().split([p.shape[1] for p in parts], dim=1)]
     decided = []
-    for (drafted,), (verified,), tokens, judged_alone, *faults in zip(*by_part, strict=True):
+    for (drafted,), (verified, *chain), tokens, judged_alone, *faults in zip(*by_part, strict=True):
         # Behind a proposal's end there is one more row of the target, and nothing else that belongs to a token.
         # That of the draft there is as filling, with a distribution.
         has_fault = any(any(of_row[: drafted + 1]) for of_row in faults)
-        decided.append(_Decided(drafted, verified, tokens, judged_alone, has_fault))
+        decided.append(_Decided(drafted, verified, tokens, judged_alone, has_fault, chain[0] if chain else None))
     return decided
 
 

@@ -58,7 +58,7 @@ def proposal_probs(sampling: SamplingState, logits: Tensor, proposal: Proposal) 
 
 
 def keep_chain(target: LanguageModel, state: Any, proposal: Proposal, verdict: Verdict) -> Any:
-    """The state of B rows again: of each sequence the chain that the verdict names.
+    """The state of B rows again: of each sequence the chain that the verdict names (read back, if on a device).
 
     Raises:
         ContractError: the verdict on several chains names none.

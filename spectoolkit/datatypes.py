@@ -205,8 +205,8 @@ class Proposal:
         tokens: [B, K] ids, `PAD` from `lengths[b]` on; [B, C, K] of the law `Chains`.
         lengths: [B], 0 <= lengths <= K; a drafter may propose nothing. All chains of a sequence have the same.
         law: what the tokens were drawn from; never absent.
-        faults: [B, K] bool, where no distribution follows from the row that a token was to be drawn from, for the loop
-            to refuse; None where the drafter has refused them itself.
+        faults: as `tokens`, bool, where no distribution follows from the row that a token was to be drawn from, for the
+            loop to refuse; None where the drafter has refused them itself.
     """
 
     tokens: Tensor
@@ -275,8 +275,8 @@ class Judged:
     Attributes:
         verdict: to be used unless there is a fault.
         target_probs: [B, K+1, V] the target's rows, [B, C, K+1, V] of chains; None where none were made.
-        faults: [B, n] nonzero where column i <= length says that a row gives no distribution, or that a contract was
-            broken; None: there is none.
+        faults: [B, n], [B, C, n] of chains, nonzero where column i <= length says that a row gives no distribution, or
+            that a contract was broken; None: there is none.
         again: to be called where there is one: raises the error, or gives the verdict after all.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -77,13 +78,13 @@ def decode(
         noise, keeps_rows = batch.verify_noise(proposal), observe is not None
         judged = judge(verifier, batch.sampling, logits, proposal, noise, keeps_rows=keeps_rows)
 
-        emitted = batch.commit(proposal, judged, verifier.keeps_law)
+        emitted, chain = batch.commit(proposal, judged, verifier.keeps_law)
         verdict, target_probs = judged.verdict, judged.target_probs
         if observe is not None:
             assert target_probs is not None  # kept on request
             rows = target_probs if verdict.chain is None else take(target_probs, verdict.chain)
             observe(batch.sampling.request_ids, rows, proposal, to_device(emitted, target.device))
-        target_state = keep_chain(target, target_state, proposal, verdict)
+        target_state = keep_chain(target, target_state, proposal, replace(verdict, chain=chain))
         target_state = target.rollback(target_state, torch.tensor(batch.sampling.num_tokens) - 1)
         features = _features(target, drafter, target_state, row_lengths(emitted)) if drafter.feature_layers else None
         draft_state = drafter.commit(draft_state, emitted, features)

@@ -65,8 +65,9 @@ class ChainsDrafter(ModelDrafter):
     ) -> tuple[Proposal, Any]:
         num_rows, num_chains, num_draft_tokens = noise.uniforms.shape
         if num_draft_tokens == 0:
-            tokens = torch.empty((num_rows, num_chains, 0), dtype=torch.int64, device=max_tokens.device)
-            rows = torch.empty((num_rows, num_chains, 0, self.vocab_size), device=max_tokens.device)
+            device = noise.uniforms.device
+            tokens = torch.empty((num_rows, num_chains, 0), dtype=torch.int64, device=device)
+            rows = torch.empty((num_rows, num_chains, 0, self.vocab_size), device=device)
             return Proposal(tokens, max_tokens, Chains(rows, self.with_replacement)), state
         logits, state = self.stream.first(state)
         # Of several chains a copy is fed; with one, the state itself goes on, as in `ModelDrafter`.
@@ -79,9 +80,9 @@ class ChainsDrafter(ModelDrafter):
             max_tokens.repeat_interleave(num_chains, 0),
             DraftNoise(noise.uniforms.flatten(0, 1)),
         )
-        own.refuse(drawn.faults, drawn.tokens[:, :-1], "draft")
-        tokens, rows = (part.unflatten(0, (num_rows, num_chains)) for part in (drawn.tokens, drawn.fields[0]))
-        proposal = Proposal(tokens, max_tokens, Chains(rows, self.with_replacement))
+        parts = (drawn.tokens, drawn.fields[0], drawn.faults)
+        tokens, rows, faults = (part.unflatten(0, (num_rows, num_chains)) for part in parts)
+        proposal = Proposal(tokens, max_tokens, Chains(rows, self.with_replacement), faults)
         return proposal, fed if num_chains == 1 else state
 
     def sample(self, probs: Tensor, noise: DraftNoise, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -38,18 +38,6 @@ def row_lengths(rows: Tensor) -> Tensor:
     return (rows != PAD).sum(-1)
 
 
-def append_rows(rows: Tensor, new: Tensor) -> Tensor:
-    """Each row of [B, N] followed by the same row of [B, M]: [B, N+M]."""
-    at = row_lengths(rows)[:, None] + torch.arange(new.shape[1], device=new.device)
-    wide = torch.nn.functional.pad(rows, (0, new.shape[1]), value=PAD)
-    return wide.scatter(1, at, new)
-
-
-def widen(rows: Tensor, width: int) -> Tensor:
-    """[B, N] as [B, width], width >= N."""
-    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=PAD)
-
-
 def repeated(num_rows: int, times: int) -> list[int]:
     """Each of B rows C = `times` times, one behind the other: what to select for a state of [B * C] rows."""
     return [row for row in range(num_rows) for _ in range(times)]
@@ -57,4 +45,4 @@ def repeated(num_rows: int, times: int) -> list[int]:
 
 def put_rows(into: Tensor, at: Sequence[int], rows: Tensor) -> Tensor:
     """A copy of [B, ...] whose rows `at` are `rows`."""
-    return into.index_copy(0, torch.tensor(at, dtype=torch.int64, device=into.device), rows)
+    return into.index_copy(0, to_device(torch.tensor(at, dtype=torch.int64), into.device), rows)

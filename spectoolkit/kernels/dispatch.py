@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit.chains import proposal_rows
-from spectoolkit.datatypes import Dense, Judged, PointMass, Proposal, Uniforms, Verdict
+from spectoolkit.datatypes import Chains, Dense, Judged, PointMass, Proposal, Uniforms, Verdict
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.conditional import given_coupled, given_match, given_rejection, ratio
@@ -36,7 +36,7 @@ from spectoolkit.interfaces import Verifier
 from spectoolkit.provenance import say_kernels
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Coupled, Rejection
-from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, foreign, foreign_token
+from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, foreign, foreign_in_chains, foreign_token
 
 SWITCH = "SPECTOOLKIT_KERNELS"
 
@@ -110,8 +110,8 @@ def judge(
     `keeps_rows` asks for the target's rows, which only the reference makes.
 
     Raises:
-        InvalidLogitsError, ContractError: as `SamplingState.probs` and the verifier, where asking costs nothing or
-            there are several chains; elsewhere by way of `Judged.again`.
+        InvalidLogitsError, ContractError: as `SamplingState.probs` and the verifier, where asking costs nothing;
+            elsewhere by way of `Judged.again`.
     """
     if not keeps_rows:
         fused = fused_verdict(verifier, sampling, logits, proposal, uniforms)
@@ -134,14 +134,13 @@ def _judged_by_reference(
     def refuse() -> None:
         sampling.repeat(proposal.num_chains or 1).refuse(faults, proposal.tokens.flatten(0, -2), "target")
 
-    if proposal.num_chains is not None:  # these wait for the device anyway
-        refuse()
     verdict = verifier.verify(target_probs, proposal, uniforms)
-    if proposal.num_chains is not None:
-        return Judged(verdict, target_probs, None, lambda: verdict)
     not_drawn = None
-    if faults.device.type != "cpu" and verifier.keeps_law and isinstance(proposal.law, KNOWN_LAWS):
-        not_drawn = foreign(draft_prob(proposal), proposal)
+    if faults.device.type != "cpu" and verifier.keeps_law:
+        if isinstance(proposal.law, Chains):
+            not_drawn = foreign_in_chains(proposal.law, proposal)
+        elif isinstance(proposal.law, KNOWN_LAWS):
+            not_drawn = foreign(draft_prob(proposal), proposal)
 
     def again() -> Verdict:
         refuse()
@@ -149,7 +148,8 @@ def _judged_by_reference(
             raise foreign_token()
         return verdict
 
-    wrong = faults if not_drawn is None else faults | torch.nn.functional.pad(not_drawn, (0, 1))
+    wrong = faults if proposal.num_chains is None else faults.unflatten(0, (-1, proposal.num_chains))
+    wrong = wrong if not_drawn is None else wrong | torch.nn.functional.pad(not_drawn, (0, 1))
     return Judged(verdict, target_probs, wrong, again)
 
 

@@ -25,11 +25,12 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from spectoolkit.datatypes import PAD
-from spectoolkit.functional.ragged import append_rows, put_rows, row_lengths, widen
+from spectoolkit.functional.ragged import pad_rows, put_rows, row_lengths, to_device
 from spectoolkit.models.cuda_graphs import Graphs
 from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.ragged_cache import RaggedCache, ragged_attention, ragged_mask
+
+Row = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -172,19 +173,19 @@ class Eagle3Head(nn.Module):
 
 @dataclass(frozen=True)
 class Eagle3State:
-    """Where the head stands in B sequences.
+    """Where the head stands in B sequences; the numbers and tokens are the host's.
 
     Attributes:
         cache: keys and values of its layer, one entry per pair.
-        num_pairs: [B] pairs with the target's features in the cache.
-        pending: [B, P] tokens of pairs that are not cached yet, padded.
-        features: [B, P, F] of these.
+        num_pairs: B numbers of pairs with the target's features in the cache.
+        pending: B rows of tokens of pairs that are not cached yet.
+        features: [B, >= P, F] of these, P the length of the longest row.
         states: [B, 1, D] the head's own state behind what it was fed last; None before.
     """
 
     cache: RaggedCache
-    num_pairs: Tensor
-    pending: Tensor
+    num_pairs: tuple[int, ...]
+    pending: tuple[Row, ...]
     features: Tensor
     states: Tensor | None
 
@@ -249,24 +250,19 @@ class Eagle3:
 
         A prompt of one token has no features before it; zeros stand for them.
         """
-        features = self._checked(features)
-        tokens, features = _pairs(prompts, features, self.device)
-        lengths = row_lengths(tokens)
-        state = Eagle3State(
-            RaggedCache(len(prompts), self.device), torch.zeros_like(lengths), tokens, features, states=None
-        )
-        if tokens.shape[1] > 1:  # all but the last pair, so that drafting begins with one
-            last = (lengths - 1)[:, None]
-            inner = tokens.scatter(1, last, PAD)[:, :-1]
-            _, state = self._feed_pending(replace(state, pending=inner, features=features[:, :-1]))
-            tokens = tokens.gather(1, last)
-            features = features.gather(1, last[..., None].expand(-1, 1, features.shape[2]))
-        return replace(state, pending=tokens, features=features)
+        rows, features = _pairs(prompts, self._checked(features))
+        num_rows = len(rows)
+        state = Eagle3State(RaggedCache(num_rows, self.device), (0,) * num_rows, rows, features, states=None)
+        if features.shape[1] > 1:  # all but the last pair, so that drafting begins with one
+            _, state = self._feed_pending(replace(state, pending=tuple(row[:-1] for row in rows)))
+            last = to_device(torch.tensor([len(row) - 1 for row in rows]), self.device)
+            features = features.gather(1, last[:, None, None].expand(-1, 1, features.shape[2]))
+        return replace(state, pending=tuple(row[-1:] for row in rows), features=features)
 
     @torch.inference_mode()
     def first(self, state: Eagle3State) -> tuple[Tensor, Eagle3State]:
         """Logits [B, 1, V] behind the committed tokens."""
-        if state.pending.shape[1]:
+        if any(state.pending):
             return self._feed_pending(state)
         assert state.states is not None
         return self.wide_logits(state.states), state
@@ -282,27 +278,31 @@ class Eagle3:
     def commit(self, state: Eagle3State, emitted: Tensor, features: Tensor | None) -> Eagle3State:
         """Drop the head's own states; the pairs of the `emitted` tokens with the target's `features` are fed next."""
         features = self._checked(features)
-        if state.pending.shape[1]:  # nothing was drafted in this step
-            lengths = row_lengths(state.pending)[:, None]
-            at = lengths + torch.arange(emitted.shape[1], device=lengths.device)
-            wide = functional.pad(state.features, (0, 0, 0, emitted.shape[1]))
+        pending = tuple(tuple(token for token in row if token >= 0) for row in emitted.tolist())
+        if any(state.pending):  # nothing was drafted in this step
+            num_waiting = to_device(torch.tensor([len(row) for row in state.pending]), self.device)
+            at = num_waiting[:, None] + torch.arange(features.shape[1], device=self.device)
+            wide = functional.pad(state.features, (0, 0, 0, features.shape[1]))
             features = wide.scatter(1, at[..., None].expand(-1, -1, wide.shape[2]), features.to(wide.dtype))
-            emitted = append_rows(state.pending, emitted)
-        state.cache.rollback(state.num_pairs)
-        return replace(state, pending=emitted, features=features)
+            pending = tuple((*waiting, *block) for waiting, block in zip(state.pending, pending, strict=True))
+        state.cache.rollback(torch.tensor(state.num_pairs))
+        return replace(state, pending=pending, features=features)
 
     def select(self, state: Eagle3State, rows: Sequence[int]) -> Eagle3State:
-        index = list(rows)
+        index = to_device(torch.tensor(list(rows), dtype=torch.int64), self.device)
         return Eagle3State(
             state.cache.select(rows),
-            state.num_pairs[index],
-            state.pending[index],
-            state.features[index],
-            None if state.states is None else state.states[index],
+            tuple(state.num_pairs[row] for row in rows),
+            tuple(state.pending[row] for row in rows),
+            state.features.index_select(0, index),
+            None if state.states is None else state.states.index_select(0, index),
         )
 
     def insert(self, state: Eagle3State, rows: Sequence[int], other: Eagle3State) -> Eagle3State:
-        width = max(state.pending.shape[1], other.pending.shape[1])
+        width = max(state.features.shape[1], other.features.shape[1])
+        num_pairs, pending = list(state.num_pairs), list(state.pending)
+        for row, number, waiting in zip(rows, other.num_pairs, other.pending, strict=True):
+            num_pairs[row], pending[row] = number, waiting
 
         def padded(features: Tensor) -> Tensor:
             return functional.pad(features, (0, 0, 0, width - features.shape[1]))
@@ -310,8 +310,8 @@ class Eagle3:
         state.cache.insert(rows, other.cache)
         return Eagle3State(
             state.cache,
-            put_rows(state.num_pairs, rows, other.num_pairs),
-            put_rows(widen(state.pending, width), rows, widen(other.pending, width)),
+            tuple(num_pairs),
+            tuple(pending),
             put_rows(padded(state.features), rows, padded(other.features)),
             states=state.states,  # read again only after the pending pairs were fed
         )
@@ -326,11 +326,12 @@ class Eagle3:
 
     def _feed_pending(self, state: Eagle3State) -> tuple[Tensor, Eagle3State]:
         """Logits [B, 1, V] behind the pending pairs, of which there are some, and the state with them cached."""
-        states, logits = self._forward(state.cache, state.pending, state.features, is_own=False)
-        num_pairs = state.num_pairs + row_lengths(state.pending)
-        state.cache.rollback(num_pairs)
-        nothing = state.pending[:, :0], state.features[:, :0]
-        return logits, Eagle3State(state.cache, num_pairs, *nothing, states=states)
+        tokens = pad_rows(state.pending)
+        features = state.features[:, : tokens.shape[1]]
+        states, logits = self._forward(state.cache, to_device(tokens, self.device), features, is_own=False)
+        num_pairs = tuple(number + len(row) for number, row in zip(state.num_pairs, state.pending, strict=True))
+        state.cache.rollback(torch.tensor(num_pairs))
+        return logits, Eagle3State(state.cache, num_pairs, ((),) * len(num_pairs), features[:, :0], states=states)
 
     def _forward(self, cache: RaggedCache, tokens: Tensor, given: Tensor, is_own: bool) -> tuple[Tensor, ...]:
         """Append pairs of `tokens` [B, Q], padded, to every row; states [B, 1, D] and logits behind the last of each.
@@ -367,7 +368,8 @@ class Eagle3:
 
     def unroll_start(self, prompts: Sequence[Sequence[int]], features: Tensor) -> Unrolled:
         """Begin behind `prompts`; `features` [B, L, F] of all their tokens but the last (see `start`)."""
-        tokens, features = _pairs(prompts, features, self.device)
+        pairs, features = _pairs(prompts, features)
+        tokens = to_device(pad_rows(pairs), self.device)
         lengths = row_lengths(tokens) - 1  # the last pair is the first row
         tokens, features = tokens[:, :-1], features[:, :-1]
         places = torch.arange(tokens.shape[1], device=self.device)
@@ -470,11 +472,7 @@ def _with_head_dim(config: LlamaConfig) -> LlamaConfig:
     return config
 
 
-def _pairs(prompts: Sequence[Sequence[int]], features: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens [B, P] and features [B, P, F] of the pairs in `prompts`, of which there is at least one each."""
-    rows = [list(prompt[1:]) or list(prompt) for prompt in prompts]
-    width = max(map(len, rows))
-    tokens = torch.full((len(rows), width), PAD, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
-    return tokens.to(device), functional.pad(features, (0, 0, 0, width - features.shape[1]))
+def _pairs(prompts: Sequence[Sequence[int]], features: Tensor) -> tuple[tuple[Row, ...], Tensor]:
+    """B rows of tokens and features [B, P, F] of the pairs in `prompts`, at least one and at most P in each."""
+    rows = tuple(tuple(prompt[1:]) or tuple(prompt) for prompt in prompts)
+    return rows, functional.pad(features, (0, 0, 0, max(map(len, rows)) - features.shape[1]))

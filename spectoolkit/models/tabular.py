@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit.errors import ContractError, UsageError
+from spectoolkit.functional.ragged import to_device
 from spectoolkit.interfaces import Part
 from spectoolkit.prompts import Prompt
 
@@ -39,7 +40,7 @@ class TabularState:
 
     Attributes:
         tokens: [B, m + any]; column m + i holds token i, the first m columns are the padding with token 0.
-        lengths: [B] tokens per row.
+        lengths: [B] tokens per row, on the host.
     """
 
     tokens: Tensor
@@ -82,7 +83,7 @@ class TabularModel:
 
     def prefill(self, prefixes: Sequence[Sequence[int]]) -> TabularState:
         """State with `prefixes` cached, one row each. A prefix may be empty."""
-        lengths = torch.tensor([len(prefix) for prefix in prefixes], dtype=torch.long, device=self.device)
+        lengths = torch.tensor([len(prefix) for prefix in prefixes], dtype=torch.long)
         width = max(map(len, prefixes), default=0)
         padded = [[*[0] * self.order, *prefix, *[0] * (width - len(prefix))] for prefix in prefixes]
         tokens = torch.tensor(padded, dtype=torch.long, device=self.device).reshape(len(prefixes), self.order + width)
@@ -93,15 +94,16 @@ class TabularModel:
         num_rows, num_queries = tokens.shape
         if num_rows != len(state.lengths):
             raise ContractError(f"score: expected tokens of {len(state.lengths)} rows, got {num_rows}")
-        if num_rows and int(state.lengths.max()) > self.context_length:
-            raise UsageError(f"{self.name}: expected at most {self.context_length} tokens of context")
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            raise ContractError(f"score: expected tokens in [0, {self.vocab_size}), got {tokens.tolist()}")
         longest = int(state.lengths.max()) if num_rows else 0
+        if longest > self.context_length:
+            raise UsageError(f"{self.name}: expected at most {self.context_length} tokens of context")
+        can_ask = self.device.type == "cpu" and tokens.numel() > 0  # elsewhere asking would wait for the device
+        if can_ask and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise ContractError(f"score: expected tokens in [0, {self.vocab_size}), got {tokens.tolist()}")
         buffer = torch.zeros(num_rows, self.order + longest + num_queries, dtype=torch.long, device=self.device)
         kept = min(buffer.shape[1], state.tokens.shape[1])
         buffer[:, :kept] = state.tokens[:, :kept]
-        ends = state.lengths[:, None] + torch.arange(num_queries, device=self.device)
+        ends = to_device(state.lengths, self.device)[:, None] + torch.arange(num_queries, device=self.device)
         buffer.scatter_(1, ends + self.order, tokens.to(self.device))
         context = torch.zeros_like(ends)
         for back in reversed(range(self.order)):
@@ -115,10 +117,11 @@ class TabularModel:
         longest = int(state.lengths.max()) if len(state.lengths) else 0
         width = self.order + longest + num_tokens
         buffer = torch.nn.functional.pad(state.tokens, (0, max(0, width - state.tokens.shape[1])))
+        lengths = to_device(state.lengths, self.device)
         scored = []
         for rows, offsets, tokens in parts:
             steps = torch.arange(tokens.shape[1], device=self.device)
-            ends = (state.lengths[rows] + offsets)[:, None] + steps + self.order
+            ends = (lengths[rows] + offsets)[:, None] + steps + self.order
             buffer[rows[:, None], ends] = tokens
             context = torch.zeros_like(ends)
             for back in reversed(range(self.order)):
@@ -128,7 +131,7 @@ class TabularModel:
 
     def rollback(self, state: TabularState, lengths: Tensor) -> TabularState:
         """Keep the first `lengths` [B] tokens of each row."""
-        lengths = lengths.to(self.device)
+        lengths = lengths.cpu()
         if lengths.shape != state.lengths.shape or bool(((lengths < 0) | (lengths > state.lengths)).any()):
             raise ContractError(
                 f"rollback: expected a length between 0 and the current one for each row, {state.lengths.tolist()}; "
@@ -138,8 +141,8 @@ class TabularModel:
 
     def select(self, state: TabularState, rows: Sequence[int]) -> TabularState:
         """The state of `rows`, in that order."""
-        index = torch.as_tensor(list(rows), dtype=torch.long, device=self.device)
-        return TabularState(state.tokens[index], state.lengths[index])
+        index = torch.tensor(list(rows), dtype=torch.long)
+        return TabularState(state.tokens[to_device(index, self.device)], state.lengths[index])
 
     def insert(self, state: TabularState, rows: Sequence[int], other: TabularState) -> TabularState:
         """`state` with its `rows` replaced by the rows of `other`, in order."""
@@ -148,8 +151,10 @@ class TabularModel:
         width = max(state.tokens.shape[1], other.tokens.shape[1])
         tokens = torch.nn.functional.pad(state.tokens, (0, width - state.tokens.shape[1]))
         lengths = state.lengths.clone()
-        index = torch.as_tensor(list(rows), dtype=torch.long, device=self.device)
-        tokens[index] = torch.nn.functional.pad(other.tokens, (0, width - other.tokens.shape[1]))
+        index = torch.tensor(list(rows), dtype=torch.long)
+        tokens[to_device(index, self.device)] = torch.nn.functional.pad(
+            other.tokens, (0, width - other.tokens.shape[1])
+        )
         lengths[index] = other.lengths
         return TabularState(tokens, lengths)
 

@@ -106,21 +106,26 @@ def check_chains(proposal: Proposal) -> Chains:
         ContractError: another law; a drafted token that its row gives no probability, or a chain that ends early; or
             first tokens that are equal though they were drawn without replacement.
     """
-    law, tokens = proposal.law, proposal.tokens
+    law = proposal.law
     if not isinstance(law, Chains):
         raise ContractError(f"proposal.law: expected Chains, got {type(law).__name__}")
-    num_chains, num_draft_tokens = tokens.shape[1:]
-    if num_draft_tokens == 0:
-        return law
-    first = tokens[:, :, 0]
-    exists = (first >= 0) | (torch.arange(num_chains, device=tokens.device) == 0)
-    is_drawn = exists[..., None] & is_drafted(proposal.lengths, num_draft_tokens)[:, None]
-    is_wrong = (is_drawn & ~(probs_of(law.probs, tokens) > 0)).any()
-    if not law.with_replacement:
-        is_wrong |= ((first[:, :, None] == first[:, None]) & (first >= 0)[:, None]).sum() > (first >= 0).sum()
-    if is_wrong:
+    if proposal.tokens.device.type == "cpu" and foreign_in_chains(law, proposal).any():  # as in `draft_prob`
         raise foreign_token()
     return law
+
+
+def foreign_in_chains(law: Chains, proposal: Proposal) -> Tensor:
+    """[B, C, K] where `check_chains` finds a token that was not drawn from `law`."""
+    tokens = proposal.tokens
+    num_chains, num_draft_tokens = tokens.shape[1:]
+    first = tokens[:, :, :1]
+    exists = (first >= 0) | (torch.arange(num_chains, device=tokens.device) == 0)[:, None]
+    is_drawn = exists & is_drafted(proposal.lengths, num_draft_tokens)[:, None]
+    is_wrong = is_drawn > (probs_of(law.probs, tokens) > 0)
+    if not law.with_replacement and num_draft_tokens > 0:
+        is_repeated = (first == first.transpose(1, 2)).sum(-1, keepdim=True) > 1
+        is_wrong[..., :1] |= is_repeated & (first >= 0)
+    return is_wrong
 
 
 def candidate_probs(law: Chains, tokens: Tensor, chain: int, position: int) -> Tensor:

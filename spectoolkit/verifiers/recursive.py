@@ -89,7 +89,7 @@ def _try_candidates(
     for chain in range(tokens.shape[1]):
         token = tokens[:, chain, position]
         is_tried = is_candidate[:, chain] & (accepted < 0) & (token >= 0)
-        if not is_tried.any():
+        if is_tried.device.type == "cpu" and not is_tried.any():  # elsewhere asking would wait for the device
             continue
         q = candidate_probs(law, tokens, chain, position)
         # A uniform that decides nothing is multiplied by 0, so that enumeration does not branch on it.

@@ -133,7 +133,7 @@ class Breaks(Single):
 
     def score(self, state, tokens):
         logits, new = super().score(state, tokens)
-        ends = state.lengths[:, None] + torch.arange(tokens.shape[1], device=logits.device) + 1
+        ends = (state.lengths[:, None] + torch.arange(tokens.shape[1]) + 1).to(logits.device)
         return logits.masked_fill(((ends == 6) & (new.tokens[:, :1] == 5))[..., None], math.nan), new
 
 

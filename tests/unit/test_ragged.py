@@ -1,6 +1,6 @@
 import torch
 
-from spectoolkit.functional.ragged import append_rows, pad_rows, places, put_rows, row_lengths, to_device, widen
+from spectoolkit.functional.ragged import pad_rows, places, put_rows, row_lengths, to_device
 
 
 def test_pad_rows_and_lengths():
@@ -9,11 +9,6 @@ def test_pad_rows_and_lengths():
     assert row_lengths(rows).tolist() == [3, 0, 1]
     assert pad_rows([]).shape == (0, 0)
     assert pad_rows([[], []]).shape == (2, 0)
-
-
-def test_append_follows_each_rows_own_end():
-    joined = append_rows(pad_rows([[1, 2], [3], []]), pad_rows([[7], [8, 9], []]))
-    assert joined.tolist() == [[1, 2, 7, -1], [3, 8, 9, -1], [-1, -1, -1, -1]]
 
 
 def test_places_are_made_once_and_may_take_part_in_gradients():
@@ -36,4 +31,3 @@ def test_put_rows_copies():
     rows = pad_rows([[1], [2], [3]])
     assert put_rows(rows, [2, 0], pad_rows([[8], [9]])).tolist() == [[9], [2], [8]]
     assert rows.tolist() == [[1], [2], [3]]
-    assert widen(rows, 2).tolist() == [[1, -1], [2, -1], [3, -1]]
