@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -77,8 +77,7 @@ class Concatenated:
         with plain_attention([target.hf_model]):  # the cache that the model makes itself, emptied again
             self._cache = target.hf_model(torch.zeros(len(lengths), 1, dtype=torch.long), use_cache=True).cache
         self._cache.crop(-1)
-        layers: Sequence[Any] = state.layers
-        for number, layer in enumerate(layers):
+        for number, layer in enumerate(cast(Any, state).layers):
             self._cache.update(_on_the_right(layer.keys, lengths), _on_the_right(layer.values, lengths), number)
 
     def attention(self) -> AbstractContextManager[None]:
