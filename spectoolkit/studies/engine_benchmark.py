@@ -230,12 +230,19 @@ def summary(rows: Sequence[Row], runs: Sequence[Sequence[Mapping[str, float]]]) 
         entry["requests"] = len(row.engine.requests)
         for name in runs[0][index]:
             values = [one[index][name] for one in runs]
-            if name == "repeated":
-                entry[name] = sum(values) / len(values)
-                continue
-            entry |= {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+            entry |= {name: statistics.mean(values)} if name == "repeated" else median_and_range(name, values)
         made.append(entry)
     return pd.DataFrame(made)
+
+
+def median_and_range(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Columns `name`, `name_min` and `name_max`: the median of a measurement over the repetitions, and its range."""
+    return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+
+
+def shown_range(row: Mapping[Any, Any], name: str, digits: int) -> str:
+    """These columns of a row as text."""
+    return f"{row[name]:.{digits}f} ({row[f'{name}_min']:.{digits}f} to {row[f'{name}_max']:.{digits}f})"
 
 
 def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -267,8 +274,8 @@ def _markdown(
     for row in rows:
         lines.append(
             f"| {row['drafter']} | {row['verifier']} | {row['engine']} | {row['batch_size']} | {row['requests']} | "
-            f"{_range(row, 'over_floor', 3)} | {_range(row, 'over_forwards', 3)} | "
-            f"{row['acceptance_length']:.2f} | {_range(row, 'tokens_per_s', 1)} |"
+            f"{shown_range(row, 'over_floor', 3)} | {shown_range(row, 'over_forwards', 3)} | "
+            f"{row['acceptance_length']:.2f} | {shown_range(row, 'tokens_per_s', 1)} |"
         )
     names = [name for name, column in COLUMNS.items() if column in table]
     lines += [
@@ -280,16 +287,12 @@ def _markdown(
     ]
     for row in rows:
         if row["engine"] not in COLUMNS:
-            ratios = " | ".join(_range(row, COLUMNS[name], 2) for name in names)
+            ratios = " | ".join(shown_range(row, COLUMNS[name], 2) for name in names)
             lines.append(f"| {row['drafter']} | {row['verifier']} | {row['batch_size']} | {ratios} |")
     lines += ["", _EXPLANATION]
     if min(table["repeated"]) < 1:
         lines += ["", _NOT_REPEATED]
     return "\n".join(lines) + "\n"
-
-
-def _range(row: Mapping[str, Any], name: str, digits: int) -> str:
-    return f"{row[name]:.{digits}f} ({row[f'{name}_min']:.{digits}f} to {row[f'{name}_max']:.{digits}f})"
 
 
 _EXPLANATION = """\

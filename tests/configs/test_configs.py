@@ -27,6 +27,7 @@ STUDIES_OF_REAL_MODELS = {
     "layer_skip_search",
     "engine_benchmark",
     "engine_benchmark_tiny",
+    "cpu_settings",
     "train_draft_head",
     "train_draft_head_composed",
 }
