@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import Completion, DraftNoise, Judged, Proposal, Request, StepRecord, Uniforms
+from spectoolkit.errors import ContractError
 from spectoolkit.functional.noise import Role, chain_uniforms, position_keys, request_key, request_states, uniforms
 from spectoolkit.functional.noise_ahead import NoiseAhead
 from spectoolkit.functional.ragged import pad_rows, to_device
@@ -143,6 +144,7 @@ class Batch:
 
         Raises:
             InvalidLogitsError, ContractError: what `proposal` or `judged` says was wrong on the device.
+            ContractError: nothing was emitted, so that the loop would not end.
         """
         decided = _on_host(proposal, judged)
         if any(row.has_fault for row in decided):
@@ -153,6 +155,10 @@ class Batch:
         emitted: list[list[int]] = []
         for row, (drafted, verified, tokens, judged_alone, _, _) in zip(self.rows, decided, strict=True):
             block = [token for token in tokens if token >= 0]
+            if not block:
+                raise ContractError(
+                    f"verdict.emitted: expected at least one token of every request, got none of {row.request.id!r}"
+                )
             kept, row.finish_reason = cut(row.request, row.output, block, self._target.tokenizer.decode)
             row.steps.append(
                 _Step(len(row.output), drafted, verified, len(kept), len(kept) < len(block), judged_alone[:drafted])

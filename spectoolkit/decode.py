@@ -22,7 +22,7 @@ from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import take
 from spectoolkit.functional.ragged import row_lengths, to_device
 from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier, reads_histories
-from spectoolkit.kernels.dispatch import judge
+from spectoolkit.kernels.dispatch import judge, parse_switch
 from spectoolkit.laps import Laps
 from spectoolkit.scoring import Scorer
 
@@ -125,8 +125,10 @@ def check_requests(
 
     Raises:
         UsageError: K < 1, batch_size < 1, no or duplicate requests, a request that does not fit into the target's
-            context or vocabulary, or a draft law that the verifier cannot judge.
+            context or vocabulary, a draft law that the verifier cannot judge, or a value of SPECTOOLKIT_KERNELS that
+            there is not.
     """
+    parse_switch()
     if num_draft_tokens < 1:
         raise UsageError(f"num_draft_tokens: expected an integer >= 1, got {num_draft_tokens}")
     if batch_size < 1:

@@ -63,7 +63,10 @@ class LanguageModel(Protocol):
         ...
 
     def rollback(self, state: Any, lengths: Tensor) -> Any:
-        """Keep the first `lengths` [B] cached tokens of each row; lengths never exceed the current ones."""
+        """Keep the first `lengths` [B] cached tokens of each row; lengths never exceed the current ones.
+
+        They may be on the host.
+        """
         ...
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
@@ -109,7 +112,10 @@ class FeatureModel(LanguageModel, Protocol):
     feature_layers: tuple[int, ...]
 
     def features(self, state: Any, num_tokens: Tensor) -> Tensor:
-        """[B, max(num_tokens), F] of the last `num_tokens` [B] cached tokens of each row, in order, then zeros."""
+        """[B, max(num_tokens), F] of the last `num_tokens` [B] cached tokens of each row, in order, then zeros.
+
+        The numbers may be on the host.
+        """
         ...
 
 
@@ -205,12 +211,14 @@ class Drafter(Protocol):
     ) -> tuple[Proposal, Any]:
         """At most `max_tokens` [B] tokens per row (some may be 0), drawn with `noise` of K = max(max_tokens) positions.
 
-        `sampling` holds the requests' parameters and token histories as of the start of the step.
+        `sampling` holds the requests' parameters and token histories as of the start of the step. `max_tokens` is on
+        the host, `noise` on the target's device. So is the law to be; tokens and lengths of the proposal may be on the
+        host.
         """
         ...
 
     def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> Any:
-        """Take over `emitted` [B, <= K+1], padded with `PAD`: the tokens that the step added to each row.
+        """Take over `emitted` [B, <= K+1], padded with `PAD`, on the host: the tokens that the step added to each row.
 
         `features` [B, <= K+1, F] are those of the token before each, whose law it was drawn from.
         """
@@ -258,7 +266,9 @@ class Verifier(Protocol):
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """Judge `proposal` against `target_probs` [B, K+1, V]: row i is the law at draft i, row K the bonus's.
 
-        [B, C, K+1, V] for a proposal of chains; the verdict on them names one that begins with the accepted prefix.
+        [B, C, K+1, V] for a proposal of chains; the verdict on them names one that begins with the accepted prefix. At
+        least one token is emitted for every sequence. Rows behind a proposal's end may hold anything; on a device so
+        may others, whose request is refused once the verdict is read.
         """
         ...
 

@@ -34,7 +34,7 @@ from spectoolkit.interfaces import (
     Verifier,
     reads_histories,
 )
-from spectoolkit.kernels.dispatch import Reducer
+from spectoolkit.kernels.dispatch import Reducer, parse_switch
 from spectoolkit.sampling import SamplingState
 from spectoolkit.trajectories import Trajectories
 
@@ -106,9 +106,10 @@ def replay(
         For each strategy, for K = 1 .. its `num_draft_tokens`: counts [R, 1] (see `renewal.ExpectedCounts`).
 
     Raises:
-        UsageError: what `check_replayable` refuses.
+        UsageError: what `check_replayable` refuses, or a value of SPECTOOLKIT_KERNELS that there is not.
         InvalidLogitsError: a model returned a row from which no distribution follows.
     """
+    parse_switch()
     is_greedy = all(request.params.temperature == 0 for request in trajectories.requests)
     for strategy in strategies:
         check_replayable(strategy.drafter, strategy.verifier, is_greedy=is_greedy)

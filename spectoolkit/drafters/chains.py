@@ -72,16 +72,15 @@ class ChainsDrafter(ModelDrafter):
         logits, state = self.stream.first(state)
         # Of several chains a copy is fed; with one, the state itself goes on, as in `ModelDrafter`.
         copied = state if num_chains == 1 else self.stream.select(state, repeated(num_rows, num_chains))
-        own = self.draft_sampling(sampling.repeat(num_chains))
         drawn, fed = self.draw_tokens(
             logits.repeat_interleave(num_chains, 0),
             copied,
-            own,
+            sampling.repeat(num_chains),
             max_tokens.repeat_interleave(num_chains, 0),
             DraftNoise(noise.uniforms.flatten(0, 1)),
         )
-        parts = (drawn.tokens, drawn.fields[0], drawn.faults)
-        tokens, rows, faults = (part.unflatten(0, (num_rows, num_chains)) for part in parts)
+        tokens, rows = (part.unflatten(0, (num_rows, num_chains)) for part in (drawn.tokens, drawn.fields[0]))
+        faults = None if drawn.faults is None else drawn.faults.unflatten(0, (num_rows, num_chains))
         proposal = Proposal(tokens, max_tokens, Chains(rows, self.with_replacement), faults)
         return proposal, fed if num_chains == 1 else state
 

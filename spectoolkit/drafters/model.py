@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
 
     tokens: Tensor
     fields: tuple[Tensor, ...]
-    faults: Tensor
+    faults: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -164,21 +164,27 @@ class ModelDrafter:
             tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
             return Proposal(tokens, max_tokens, PointMass()), state
         logits, state = self.stream.first(state)
-        drawn, state = self.draw_tokens(logits, state, self.draft_sampling(sampling), max_tokens, noise)
+        drawn, state = self.draw_tokens(logits, state, sampling, max_tokens, noise)
         law = PointMass() if self.is_argmax else self.sampled_law(*drawn.fields)
         return Proposal(drawn.tokens, max_tokens, law, drawn.faults), state
 
     def draw_tokens(
-        self, logits: Tensor, state: Any, own: SamplingState, max_tokens: Tensor, noise: DraftNoise
+        self, logits: Tensor, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
     ) -> tuple[Drawn, Any]:
         """Tokens from the logits [B, 1, V'] of the first ones on, and the stream's state, which was given with them.
 
-        `own` are the parameters of the draft rows.
+        `sampling` holds the requests' own parameters.
+
+        Raises:
+            InvalidLogitsError: no distribution follows from a row, where asking costs nothing: on a CPU.
         """
         num_draft_tokens, device = noise.uniforms.shape[1], logits.device
         is_even = min(max_tokens.tolist()) >= num_draft_tokens
         beyond = None if is_even else places(num_draft_tokens, device) >= to_device(max_tokens, device)[:, None]
-        stream, is_argmax = self.stream, self.is_argmax
+        stream, own, is_argmax = self.stream, self.draft_sampling(sampling), self.is_argmax
+        has_own_rows = type(self).draft_probs is not ModelDrafter.draft_probs
+        # A row with NaN, not refused yet, may give an id that a smaller vocabulary lacks.
+        is_fed_as_it_is = not self.draws_pads and stream.vocab_size >= self.vocab_size
         tokens: list[Tensor] = []
         marks: list[Tensor] = []
         kept: list[tuple[Tensor, ...]] = []
@@ -186,19 +192,24 @@ class ModelDrafter:
         for i in range(num_draft_tokens):
             if i > 0:
                 fed = tokens[-1][:, None]
-                logits, state = stream.next(state, fed.clamp(min=0) if self.draws_pads else fed)
-                if own.penalties is not None:  # all else does not look at what was drafted before
+                logits, state = stream.next(state, fed if is_fed_as_it_is else fed.clamp(0, stream.vocab_size - 1))
+                if own.penalties is not None or has_own_rows:  # all else does not look at what was drafted before
                     appended = torch.stack(tokens, 1)
             if beyond is not None:  # rows behind the end of their proposal belong to no token and may hold anything
                 logits = logits.masked_fill(beyond[:, i, None, None], 0)
             logits = fit_vocabulary(logits, self.vocab_size)
-            if is_argmax:
+            if is_argmax and not has_own_rows:
                 drawn, mark = own.largest(logits, appended)
                 drawn = drawn[:, 0]
             else:
-                probs, mark = own.rows(logits, appended)
+                if has_own_rows:
+                    probs = self.draft_probs(logits, sampling, appended)
+                    mark = probs[..., 0]
+                else:
+                    probs, mark = own.rows(logits, appended)
                 drawn, fields = self.sample(probs[:, 0], noise, i)
-                kept.append(fields)
+                if not is_argmax:
+                    kept.append(fields)
             if self.draws_pads and i > 0:
                 drawn = drawn.masked_fill(tokens[-1] == PAD, PAD)
             tokens.append(drawn)
@@ -206,7 +217,11 @@ class ModelDrafter:
         found = torch.stack(tokens, 1)
         found = found if beyond is None else found.masked_fill(beyond, PAD)
         fields = tuple(torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
-        return Drawn(found, fields, are_faults(torch.cat(marks, 1))), state
+        faults: Tensor | None = are_faults(torch.cat(marks, 1))
+        if device.type == "cpu":
+            own.refuse(faults, found[:, :-1], "draft")
+            faults = None
+        return Drawn(found, fields, faults), state
 
     def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> Any:
         return self.stream.commit(state, emitted, features)

@@ -60,14 +60,24 @@ def is_on(logits: Tensor) -> bool:
     Raises:
         UsageError: SPECTOOLKIT_KERNELS is something else than auto, off or interpret.
     """
-    switch = os.environ.get(SWITCH, "auto")
-    if switch not in ("auto", "off", "interpret"):
-        raise UsageError(f"{SWITCH}: expected auto, off or interpret, got {switch!r}")
+    switch = parse_switch()
     if logits.dtype not in DTYPES:
         return False
     reason = _reason_for_reference(switch, logits.device)
     say_kernels(str(logits.device), reason or "on (self-check passed)")
     return not reason
+
+
+def parse_switch() -> str:
+    """What SPECTOOLKIT_KERNELS says; a run asks before its first forward.
+
+    Raises:
+        UsageError: see `is_on`.
+    """
+    switch = os.environ.get(SWITCH, "auto")
+    if switch not in ("auto", "off", "interpret"):
+        raise UsageError(f"{SWITCH}: expected auto, off or interpret, got {switch!r}")
+    return switch
 
 
 def _reason_for_reference(switch: str, device: torch.device) -> str:
@@ -134,9 +144,13 @@ def _judged_by_reference(
     def refuse() -> None:
         sampling.repeat(proposal.num_chains or 1).refuse(faults, proposal.tokens.flatten(0, -2), "target")
 
+    if faults.device.type == "cpu":  # no rule, whoever wrote it, is given a row of NaN where asking costs nothing
+        refuse()
+        verdict = verifier.verify(target_probs, proposal, uniforms)
+        return Judged(verdict, target_probs, None, lambda: verdict)
     verdict = verifier.verify(target_probs, proposal, uniforms)
     not_drawn = None
-    if faults.device.type != "cpu" and verifier.keeps_law:
+    if verifier.keeps_law:
         if isinstance(proposal.law, Chains):
             not_drawn = foreign_in_chains(proposal.law, proposal)
         elif isinstance(proposal.law, KNOWN_LAWS):

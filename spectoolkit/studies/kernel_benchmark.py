@@ -75,8 +75,13 @@ def run(
         repetitions: of each call on a CPU, of which the median counts; on a GPU triton chooses.
 
     Raises:
-        UsageError: no such device, no triton, T = 0, or an interpreter that comes too late.
+        UsageError: no such device, no triton, T = 0, a size below 1 or none, or an interpreter that comes too late.
     """
+    sizes = {"vocab_sizes": vocab_sizes, "batch_sizes": batch_sizes}
+    sizes |= {"num_rows": [num_rows], "copied_mib": [copied_mib], "repetitions": [repetitions]}
+    for name, values in sizes.items():
+        if not values or min(values) < 1:
+            raise UsageError(f"study.{name}: expected integers >= 1, got {[*values]}")
     if config["sampling"]["temperature"] == 0:
         raise UsageError("sampling.temperature: expected a number > 0, since one-hot rows leave nothing to draw, got 0")
     if device == "cpu" and not interpret:
@@ -85,10 +90,10 @@ def run(
     timer = _once if interpret else _on_device
     place = torch.device(device)
     bandwidth = copy_bandwidth(place, copied_mib, timer)
-    sizes = [(v, b) for v in vocab_sizes for b in batch_sizes]
+    cases = [(v, b) for v in vocab_sizes for b in batch_sizes]
     rows, reductions = [], []
-    with progress_bar(len(sizes) * len(RULES) + len(vocab_sizes), "case") as bar:
-        for vocab_size, batch_size in sizes:
+    with progress_bar(len(cases) * len(RULES) + len(vocab_sizes), "case") as bar:
+        for vocab_size, batch_size in cases:
             case = Case.of(batch_size, config["num_draft_tokens"], vocab_size, config["sampling"]["temperature"], place)
             for rule, verifier, law in RULES:
                 rows.append({"rule": rule, "law": law, **verification(case, verifier, law, bandwidth, timer)})

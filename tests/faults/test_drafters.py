@@ -1,11 +1,14 @@
 """Faults 21 to 23 and 31 to 33: drafters propose what they say, from the law that they say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scipy import stats
 
 from spectoolkit.datatypes import DraftNoise, PointMass, Request, SamplingParams, TopM, Uniforms
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, SuffixDrafter, TopMDrafter
+from spectoolkit.errors import ContractError
 from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Rejection
@@ -152,3 +155,48 @@ def test_33_the_draft_temperature_is_applied_once(temperature):
     row = sampler([0.2, 0.8], constant=1.0)
     proposal = propose(row, torch.tensor([[0.5]], dtype=torch.float64), 2, SamplingParams(temperature=temperature))
     assert proposal.law.probs[0, 0].tolist() == pytest.approx([0.2, 0.8])
+
+
+class Smoothed(ModelDrafter):
+    """A drafter of one's own that changes the rows, and says so where `replay` asks as well."""
+
+    def draft_probs(self, logits, sampling, appended):
+        probs = super().draft_probs(logits, sampling, appended)
+        return (probs + 1 / probs.shape[-1]) / 2
+
+
+@pytest.mark.parametrize("options", [{"ratio": 1.0}, {"ratio": 0.5, "repetition_penalty": 1.3}], ids=repr)
+def test_the_law_of_a_proposal_is_that_of_the_rows_a_drafter_makes_of_its_own(options):
+    _, draft = toy_pair()
+    drafter = Smoothed(draft, 5, **options)
+    sampling = SamplingState.of(["r"], [SamplingParams()], [(1, 2)], [()], 5, keeps_histories=True)
+    noise = DraftNoise(torch.tensor([[0.1, 0.5, 0.9]], dtype=torch.float64))
+    proposal, _ = drafter.propose(drafter.start([(1, 2)]), sampling, torch.tensor([3]), noise)
+    logits, _ = draft.score(draft.prefill([(1,)]), torch.cat([torch.tensor([[2]]), proposal.tokens[:, :-1]], 1))
+    torch.testing.assert_close(proposal.law.probs, drafter.draft_probs(logits, sampling, proposal.tokens[:, :-1]))
+
+
+def test_a_rule_that_emits_nothing_is_refused():
+    """The request would never end."""
+
+    class Silent(Rejection):
+        def verify(self, target_probs, proposal, uniforms):
+            verdict = super().verify(target_probs, proposal, uniforms)
+            return replace(verdict, emitted=torch.full_like(verdict.emitted, -1))
+
+    target, draft = toy_pair()
+    with pytest.raises(ContractError, match="expected at least one token of every request, got none of 'r'"):
+        run(target, ModelDrafter(draft, 5, ratio=1.0), Silent(), [Request("r", (0,), 4)])
+
+
+def test_rows_of_its_own_count_at_temperature_0_as_well():
+    class Forbids(ModelDrafter):
+        """Never drafts what it would draft otherwise."""
+
+        def draft_probs(self, logits, sampling, appended):
+            probs = super().draft_probs(logits, sampling, appended)
+            return torch.where(probs > 0, 0, 1 / (probs.shape[-1] - 1))
+
+    _, draft = toy_pair()
+    usual, other = (propose(own(draft, 5, constant=0.0), torch.zeros(1, 1), 5) for own in (ModelDrafter, Forbids))
+    assert usual.tokens.tolist() != other.tokens.tolist()

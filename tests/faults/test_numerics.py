@@ -66,6 +66,36 @@ def test_12_a_row_of_nan_is_an_error_and_no_token(side):
     assert (caught.value.request_id, caught.value.position) == ("bad", 6)
 
 
+def test_12_a_row_of_nan_of_a_draft_model_with_fewer_tokens():
+    """The id that is drawn from it may be one that the draft model lacks, and is fed to nobody before the refusal."""
+    target, broken = (TabularModel(torch.full((size,), 1 / size)) for size in (12, 8))
+    broken.score = BreaksBehind(broken.rows).score
+    with pytest.raises(InvalidLogitsError, match="draft logits of request 'bad' at position 6 "):
+        run(target, ModelDrafter(broken, 12, ratio=1.0), Rejection(), [Request("bad", (7, 1, 2, 3, 1), 6)], 3)
+
+
+def test_12_a_drafter_made_of_another_one_need_not_pass_faults_on():
+    class Again(ModelDrafter):
+        def propose(self, *arguments):
+            proposal, state = super().propose(*arguments)
+            return Proposal(proposal.tokens, proposal.lengths, proposal.law), state
+
+    row = torch.full((8,), 1 / 8)
+    with pytest.raises(InvalidLogitsError, match="draft logits of request 'bad' at position 6 "):
+        run(TabularModel(row), Again(BreaksBehind(row), 8, constant=0.0), Match(), [Request("bad", (7, 1, 2), 9)], 3)
+
+
+def test_12_no_rule_is_given_a_row_of_nan():
+    class Careful(Rejection):
+        def verify(self, target_probs, proposal, uniforms):
+            assert target_probs.isfinite().all(), "what it says would hide which request it was"
+            return super().verify(target_probs, proposal, uniforms)
+
+    row = torch.full((8,), 1 / 8)
+    with pytest.raises(InvalidLogitsError, match="target logits of request 'bad' at position 6 "):
+        run(BreaksBehind(row), NoDrafter(), Careful(), [Request("bad", (7, 1, 2), 9)], 3)
+
+
 def test_13_half_precision_logits_are_not_half_precision_probabilities():
     half = torch.tensor([[[0.0, -20.0]]], dtype=torch.float16)
     warped = warp(half, torch.ones(1, dtype=torch.float64), None, None, None)[0, 0]

@@ -254,6 +254,20 @@ def test_the_switch(monkeypatch):
         dispatch.is_on(logits)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_switch_that_there_is_not_is_refused_before_the_first_forward(top_p, monkeypatch):
+    """Also where no kernel would run: another machine would take it for a word."""
+    monkeypatch.setenv(dispatch.SWITCH, "on")
+    target = order_0()
+    asked = (Request("r", (3, 4), 7, SamplingParams(top_p=top_p)),)
+    outputs = Trajectories(asked, ((1, 2),), ("length",))
+    target.prefill = None  # nothing may be asked of it
+    with pytest.raises(UsageError, match="SPECTOOLKIT_KERNELS"):
+        run(target, ModelDrafter(target, 6, ratio=1.0), Rejection(), asked)
+    with pytest.raises(UsageError, match="SPECTOOLKIT_KERNELS"):
+        replay(target, [Strategy(ModelDrafter(target, 6, ratio=1.0), Rejection(), 2)], outputs)
+
+
 def test_triton_is_imported_only_when_a_kernel_is_needed():
     """By this package: parts of torch that transformers uses import it wherever it is installed."""
     code = (

@@ -99,3 +99,18 @@ def test_the_bytes_are_those_of_the_reads():
     assert kernel_benchmark.bytes_read(case, "Dense", False, 2) == once + 2 * 40 * (2 + 4)
     assert kernel_benchmark.bytes_read(case, "Dense", True, 2) == once + 3 * 2 * 40 * (2 + 4)
     assert kernel_benchmark.bytes_read(case, "DraftLogits", False, 1) == once + 3 * 2 * 40 * 2 + 40 * (2 + 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("study.num_rows=0", r"study.num_rows: expected integers >= 1, got \[0\]"),
+        ("study.repetitions=0", r"study.repetitions: expected integers >= 1, got \[0\]"),
+        ("study.vocab_sizes=[]", r"study.vocab_sizes: expected integers >= 1, got \[\]"),
+        ("study.vocab_sizes=[300,-1]", r"study.vocab_sizes: expected integers >= 1, got \[300, -1\]"),
+        ("study.batch_sizes=[0]", r"study.batch_sizes: expected integers >= 1, got \[0\]"),
+    ],
+)
+def test_sizes_that_there_are_not_are_refused(setting, named, tmp_path):
+    with pytest.raises(UsageError, match=named):
+        config.plan(["experiment=kernel_benchmark", *FEW, "study.device=cpu", setting, f"folder={tmp_path}"]).run()
