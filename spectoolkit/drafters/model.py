@@ -96,7 +96,7 @@ class ModelDrafter:
     def laws(self) -> tuple[type[DraftLaw], ...]:
         return (PointMass,) if self.is_argmax else (self.sampled_law,)
 
-    @property
+    @cached_property
     def is_argmax(self) -> bool:
         return self.constant == 0 or self.ratio == 0
 
@@ -181,8 +181,7 @@ class ModelDrafter:
         num_draft_tokens, device = noise.uniforms.shape[1], logits.device
         is_even = min(max_tokens.tolist()) >= num_draft_tokens
         beyond = None if is_even else places(num_draft_tokens, device) >= to_device(max_tokens, device)[:, None]
-        stream, own, is_argmax = self.stream, self.draft_sampling(sampling), self.is_argmax
-        has_own_rows = type(self).draft_probs is not ModelDrafter.draft_probs
+        stream, own = self.stream, self.draft_sampling(sampling)
         # A row with NaN, not refused yet, may give an id that a smaller vocabulary lacks.
         is_fed_as_it_is = not self.draws_pads and stream.vocab_size >= self.vocab_size
         tokens: list[Tensor] = []
@@ -193,23 +192,18 @@ class ModelDrafter:
             if i > 0:
                 fed = tokens[-1][:, None]
                 logits, state = stream.next(state, fed if is_fed_as_it_is else fed.clamp(0, stream.vocab_size - 1))
-                if own.penalties is not None or has_own_rows:  # all else does not look at what was drafted before
+                if own.penalties is not None or self._has_own_rows:  # nothing else looks at what was drafted before
                     appended = torch.stack(tokens, 1)
             if beyond is not None:  # rows behind the end of their proposal belong to no token and may hold anything
                 logits = logits.masked_fill(beyond[:, i, None, None], 0)
             logits = fit_vocabulary(logits, self.vocab_size)
-            if is_argmax and not has_own_rows:
-                drawn, mark = own.largest(logits, appended)
-                drawn = drawn[:, 0]
+            if self.is_argmax and not self._has_own_rows:
+                best, mark = own.largest(logits, appended)
+                drawn, fields = best[:, 0], ()
             else:
-                if has_own_rows:
-                    probs = self.draft_probs(logits, sampling, appended)
-                    mark = probs[..., 0]
-                else:
-                    probs, mark = own.rows(logits, appended)
+                probs, mark = self._rows(logits, own, sampling, appended)
                 drawn, fields = self.sample(probs[:, 0], noise, i)
-                if not is_argmax:
-                    kept.append(fields)
+            kept.append(() if self.is_argmax else fields)
             if self.draws_pads and i > 0:
                 drawn = drawn.masked_fill(tokens[-1] == PAD, PAD)
             tokens.append(drawn)
@@ -222,6 +216,19 @@ class ModelDrafter:
             own.refuse(faults, found[:, :-1], "draft")
             faults = None
         return Drawn(found, fields, faults), state
+
+    def _rows(
+        self, logits: Tensor, own: SamplingState, sampling: SamplingState, appended: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, 1, V] and marks as in `SamplingState.rows`: by `draft_probs` where a drafter has its own."""
+        if not self._has_own_rows:
+            return own.rows(logits, appended)
+        probs = self.draft_probs(logits, sampling, appended)
+        return probs, probs[..., 0]
+
+    @cached_property
+    def _has_own_rows(self) -> bool:
+        return type(self).draft_probs is not ModelDrafter.draft_probs
 
     def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> Any:
         return self.stream.commit(state, emitted, features)
