@@ -97,6 +97,7 @@ class Batch:
         self._num_draft_tokens = num_draft_tokens
         self._num_chains = num_chains
         self._waiting = deque(requests)
+        self._step_noise: tuple[Tensor, Tensor] | None = None  # of one chain, between its drafting and its verification
         self.rows = [Row(self._waiting.popleft()) for _ in range(min(batch_size, len(requests)))]
         self._rows_changed()
 
@@ -115,20 +116,19 @@ class Batch:
             self._ahead = NoiseAhead.of(self._request_states, starts, self._num_draft_tokens + 1)
             noise = self._ahead.at(starts)
             assert noise is not None
-        self._step_noise = noise
-        found, keys = noise
-        return DraftNoise(found[:, Role.DRAFT, :width], keys[:, :width])
+        self._step_noise = numbers, keys = noise
+        return DraftNoise(numbers[:, Role.DRAFT, :width], keys[:, :width])
 
     def verify_noise(self, proposal: Proposal) -> Uniforms:
         """The noise that judges `proposal`, whose own was `draft_noise`."""
         width = proposal.tokens.shape[-1]
-        is_wider = self._num_chains is None and self._step_noise[1].shape[1] <= width  # padded further than asked for
-        if self._num_chains is not None or is_wider:
+        # A drafter may pad further than it was asked for.
+        if self._step_noise is None or self._step_noise[1].shape[1] <= width:
             return verify_noise(self._seeds, self._request_keys, self._starts(), width, self._num_chains)
-        found, keys = self._step_noise
+        numbers, keys = self._step_noise
         if width + 1 < keys.shape[1]:
-            found, keys = found[..., : width + 1], keys[:, : width + 1]
-        return Uniforms(found[:, Role.ACCEPT, :width], found[:, Role.EMIT], keys)
+            numbers, keys = numbers[..., : width + 1], keys[:, : width + 1]
+        return Uniforms(numbers[:, Role.ACCEPT, :width], numbers[:, Role.EMIT], keys)
 
     def _starts(self) -> Tensor:
         return to_device(torch.tensor(self.sampling.num_tokens), self._seeds.device)
@@ -144,21 +144,19 @@ class Batch:
 
         Raises:
             InvalidLogitsError, ContractError: what `proposal` or `judged` says was wrong on the device.
-            ContractError: nothing was emitted, so that the loop would not end.
+            ContractError: a proposal or a verdict that cannot be (`_check_lengths`, `_check_block`).
         """
         decided = _on_host(proposal, judged)
         if any(row.has_fault for row in decided):
             self.refuse_drafts(proposal)
             judged = replace(judged, verdict=judged.again(), faults=None)
             decided = _on_host(proposal, judged)
+        self._check_lengths(proposal, [row.drafted for row in decided])
         draft_bytes = proposal.law.bytes_per_token(self._target.vocab_size) if keeps_law else 0
         emitted: list[list[int]] = []
         for row, (drafted, verified, tokens, judged_alone, _, _) in zip(self.rows, decided, strict=True):
             block = [token for token in tokens if token >= 0]
-            if not block:
-                raise ContractError(
-                    f"verdict.emitted: expected at least one token of every request, got none of {row.request.id!r}"
-                )
+            _check_block(row.request.id, drafted, verified, block, self._target.vocab_size)
             kept, row.finish_reason = cut(row.request, row.output, block, self._target.tokenizer.decode)
             row.steps.append(
                 _Step(len(row.output), drafted, verified, len(kept), len(kept) < len(block), judged_alone[:drafted])
@@ -171,6 +169,25 @@ class Batch:
         self._advanced()
         chains = [row.chain for row in decided if row.chain is not None]
         return committed, torch.tensor(chains) if chains else None
+
+    def check_proposal(self, proposal: Proposal) -> None:
+        """Refuse a proposal before anything is made of it; this waits for the device.
+
+        Raises:
+            ContractError: more drafts than there may be.
+            InvalidLogitsError: as `refuse_drafts`.
+        """
+        self._check_lengths(proposal, proposal.lengths.tolist())
+        self.refuse_drafts(proposal)
+
+    def _check_lengths(self, proposal: Proposal, lengths: Sequence[int]) -> None:
+        width = proposal.tokens.shape[-1]
+        for row, length, budget in zip(self.rows, lengths, self._budget, strict=True):
+            if not 0 <= length <= min(budget, width):
+                raise ContractError(
+                    f"proposal.lengths: expected 0 to {min(budget, width)} drafts of request {row.request.id!r} "
+                    f"(max_tokens is {budget}, {width} tokens came), got {length}"
+                )
 
     def refuse_drafts(self, proposal: Proposal) -> None:
         """Raise for a draft row from which no distribution follows; this waits for the device.
@@ -239,6 +256,24 @@ class _Decided(NamedTuple):
     judged_alone: list[int]
     has_fault: bool
     chain: int | None
+
+
+def _check_block(request_id: str, drafted: int, verified: int, block: Sequence[int], vocab_size: int) -> None:
+    """Refuse a verdict of which the loop could make nothing, or a wrong record."""
+    if not 0 <= verified <= drafted:
+        raise ContractError(
+            f"verdict.num_accepted: expected 0 to {drafted} for request {request_id!r}, which is what was drafted, got "
+            f"{verified}"
+        )
+    if not 1 <= len(block) <= drafted + 1:
+        raise ContractError(
+            f"verdict.emitted: expected 1 to {drafted + 1} tokens of request {request_id!r}, for which {drafted} were "
+            f"drafted, got {len(block)}"
+        )
+    if max(block) >= vocab_size:
+        raise ContractError(
+            f"verdict.emitted: expected ids below {vocab_size} for request {request_id!r}, got {max(block)}"
+        )
 
 
 def _on_host(proposal: Proposal, judged: Judged) -> list[_Decided]:

@@ -35,8 +35,9 @@ def on_device(proposal: Proposal, device: torch.device) -> Proposal:
     """The proposal with tokens and lengths on the target's device; drafters that look up text make them on the host."""
     if proposal.tokens.device == device == proposal.lengths.device:
         return proposal
+    faults = None if proposal.faults is None else to_device(proposal.faults, device)
     tokens, lengths = to_device(proposal.tokens, device), to_device(proposal.lengths, device)
-    return replace(proposal, tokens=tokens, lengths=lengths)
+    return replace(proposal, tokens=tokens, lengths=lengths, faults=faults)
 
 
 def proposal_rows(sampling: SamplingState, logits: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
@@ -58,7 +59,7 @@ def proposal_probs(sampling: SamplingState, logits: Tensor, proposal: Proposal) 
 
 
 def keep_chain(target: LanguageModel, state: Any, proposal: Proposal, verdict: Verdict) -> Any:
-    """The state of B rows again: of each sequence the chain that the verdict names (read back, if on a device).
+    """The state of B rows again: of each sequence the chain that the verdict names, on the host.
 
     Raises:
         ContractError: the verdict on several chains names none.

@@ -256,7 +256,8 @@ class Verdict:
 
     Attributes:
         num_accepted: [B], length of the accepted prefix of the proposal, 0 <= num_accepted <= lengths.
-        emitted: [B, K+1] ids: accepted prefix, then the recovered or bonus token if the rule emits one, then `PAD`.
+        emitted: [B, K+1] ids: accepted prefix, then the recovered or bonus token if the rule emits one, then `PAD`. At
+            least one token of every row, or the loop would not end.
         judged_alone: [B, K] bool, whether each draft token passes its own test whatever happened before it;
             False past a proposal's length. Feeds the unmasked acceptance rate only.
         chain: [B], a chain that begins with the accepted prefix; None where the proposal has no chains.

@@ -52,6 +52,7 @@ def decode(
     Raises:
         UsageError: what `check_requests` refuses, before the first forward.
         InvalidLogitsError: a model returned a row from which no distribution follows.
+        ContractError: a drafter or a verifier broke its contract (`interfaces`).
     """
     check_requests(target, drafter, verifier, requests, num_draft_tokens, batch_size)
     batch = Batch(
@@ -68,13 +69,13 @@ def decode(
         laps.mark()
         proposal, draft_state = drafter.propose(draft_state, batch.sampling, batch.draft_budget, batch.draft_noise())
         proposal = on_device(proposal, target.device)
+        if target.device.type == "cpu":  # elsewhere this would wait for the device: `commit` learns of it
+            batch.check_proposal(proposal)
         laps.mark()
 
         logits, target_state = score(target, target_state, batch.last_tokens, proposal)
         laps.mark()
 
-        if target.device.type == "cpu":  # elsewhere this would wait for the device: `commit` learns of it
-            batch.refuse_drafts(proposal)
         noise, keeps_rows = batch.verify_noise(proposal), observe is not None
         judged = judge(verifier, batch.sampling, logits, proposal, noise, keeps_rows=keeps_rows)
 

@@ -194,7 +194,7 @@ class Drafter(Protocol):
 
     @property
     def laws(self) -> tuple[type[DraftLaw], ...]:
-        """What its proposals may carry."""
+        """What its proposals may carry; one of no tokens may say `PointMass` in any case."""
         ...
 
     @property

@@ -22,12 +22,12 @@ class NoiseAhead:
 
     Attributes:
         first: B positions.
-        found: [B, S, 3, N], as `functional.noise.step_noise` gives it for each of the starts.
+        numbers: [B, S, 3, N], as `functional.noise.step_noise` gives it for each of the starts.
         keys: [B, S, N].
     """
 
     first: tuple[int, ...]
-    found: Tensor
+    numbers: Tensor
     keys: Tensor
 
     @staticmethod
@@ -35,8 +35,8 @@ class NoiseAhead:
         """For requests of these `functional.noise.request_states` [B]."""
         num_starts = _NUM_STARTS if states.device.type != "cpu" else max(1, _NUM_STARTS // len(first))
         starts = to_device(torch.tensor(first), states.device)[:, None] + places(num_starts, states.device)
-        found, keys = step_noise(states.repeat_interleave(num_starts), starts.flatten(), num_positions)
-        return NoiseAhead(first, found.unflatten(0, starts.shape), keys.unflatten(0, starts.shape))
+        numbers, keys = step_noise(states.repeat_interleave(num_starts), starts.flatten(), num_positions)
+        return NoiseAhead(first, numbers.unflatten(0, starts.shape), keys.unflatten(0, starts.shape))
 
     def at(self, starts: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
         """[B, 3, N] and [B, N] of the steps that begin at `starts`, B positions; None where one is not there."""
@@ -44,6 +44,6 @@ class NoiseAhead:
         if max(offsets) >= self.keys.shape[1]:
             return None
         if min(offsets) == max(offsets):
-            return self.found[:, offsets[0]], self.keys[:, offsets[0]]
+            return self.numbers[:, offsets[0]], self.keys[:, offsets[0]]
         index = to_device(torch.tensor(offsets), self.keys.device)
-        return take(self.found, index), take(self.keys, index)
+        return take(self.numbers, index), take(self.keys, index)

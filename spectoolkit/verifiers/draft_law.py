@@ -55,7 +55,8 @@ def foreign(prob: Tensor, proposal: Proposal) -> Tensor:
 def foreign_token() -> ContractError:
     """A token was not drawn from the law that its proposal reports."""
     return ContractError(
-        "proposal: expected tokens drawn from the law it reports, got a drafted token of probability 0 under it"
+        "proposal: expected tokens drawn from the law it reports, got a drafted token of probability 0 (or NaN) under "
+        "it"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from spectoolkit.datatypes import DraftNoise, PointMass, Request, SamplingParams, TopM, Uniforms
+from spectoolkit.datatypes import Dense, DraftNoise, PointMass, Proposal, Request, SamplingParams, TopM, Uniforms
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, SuffixDrafter, TopMDrafter
 from spectoolkit.errors import ContractError
 from spectoolkit.models.tabular import TabularModel, random_tabular
@@ -69,11 +69,10 @@ def test_23_a_lookup_longer_than_what_may_still_be_emitted():
             done = run(target, drafter, verifier, [Request(f"r{i}", cycle, 2) for i in range(6)], 3)
             assert {len(one.tokens) for one in done.values()} == {2}
             assert all(step.drafted <= 1 - step.start for one in done.values() for step in one.steps)
-    # A drafter that breaks its contract, and a target that would accept it all.
+    # A drafter that breaks its contract is found out, whatever the target would accept.
     follows = TabularModel(torch.eye(4, dtype=torch.float64)[[0, 2, 3, 1]])
-    (one,) = run(follows, Overlong(1, 1), Rejection(), [Request("r", cycle, 2)], 3).values()
-    assert one.tokens == (2, 3)
-    assert [(step.drafted, step.accepted, step.emitted) for step in one.steps] == [(3, 2, 2)]
+    with pytest.raises(ContractError, match=r"proposal\.lengths: expected 0 to 1 drafts of request 'r'.* got 3"):
+        run(follows, Overlong(1, 1), Rejection(), [Request("r", cycle, 2)], 3)
 
 
 @pytest.mark.parametrize("make", [ModelDrafter, TopMDrafter, CoupledDrafter])
@@ -176,17 +175,50 @@ def test_the_law_of_a_proposal_is_that_of_the_rows_a_drafter_makes_of_its_own(op
     torch.testing.assert_close(proposal.law.probs, drafter.draft_probs(logits, sampling, proposal.tokens[:, :-1]))
 
 
-def test_a_rule_that_emits_nothing_is_refused():
-    """The request would never end."""
+def changed(**parts):
+    """Rejection with a verdict of which these parts are something else."""
 
-    class Silent(Rejection):
+    class Changed(Rejection):
         def verify(self, target_probs, proposal, uniforms):
             verdict = super().verify(target_probs, proposal, uniforms)
-            return replace(verdict, emitted=torch.full_like(verdict.emitted, -1))
+            return replace(verdict, **{name: change(getattr(verdict, name)) for name, change in parts.items()})
 
+    return Changed()
+
+
+@pytest.mark.parametrize(
+    ("verifier", "message"),
+    [
+        (changed(emitted=lambda e: torch.full_like(e, -1)), r"verdict\.emitted: expected 1 to 3 tokens .* 'r'.* got 0"),
+        (changed(emitted=lambda e: torch.ones(1, 7).long()), r"verdict\.emitted: expected 1 to 3 tokens .* got 7"),
+        (changed(emitted=lambda e: torch.full_like(e, 9)), r"verdict\.emitted: expected ids below 5 .* 'r', got 9"),
+        (changed(num_accepted=lambda n: n + 9), r"verdict\.num_accepted: expected 0 to 2 for request 'r'.* got "),
+        (changed(num_accepted=lambda n: -1 - n), r"verdict\.num_accepted: expected 0 to 2 .* got -"),
+    ],
+)
+def test_a_verdict_that_cannot_be_is_refused(verifier, message):
+    """Records would count what never was, or the request would never end."""
     target, draft = toy_pair()
-    with pytest.raises(ContractError, match="expected at least one token of every request, got none of 'r'"):
-        run(target, ModelDrafter(draft, 5, ratio=1.0), Silent(), [Request("r", (0,), 4)])
+    with pytest.raises(ContractError, match=message):
+        run(target, ModelDrafter(draft, 5, ratio=1.0), verifier, [Request("r", (0,), 9)], 2)
+
+
+@pytest.mark.parametrize("law", [PointMass, Dense])
+@pytest.mark.parametrize(("length", "width"), [(4, 4), (3, 2), (-1, 2)])
+def test_more_drafts_than_there_may_be_are_refused(law, length, width):
+    class TooMany(NGramDrafter):
+        laws = (law,)
+
+        def propose(self, state, sampling, max_tokens, noise):
+            rows = () if law is PointMass else (torch.full((1, width, 5), 0.2),)
+            return Proposal(torch.zeros(1, width).long(), torch.tensor([length]), law(*rows)), state
+
+    drafter = TooMany(2, 1)
+    object.__setattr__(drafter, "laws", (law,))
+    with pytest.raises(
+        ContractError, match=rf"proposal\.lengths: expected 0 to {min(2, width)} drafts .* got {length}"
+    ):
+        run(toy_pair()[0], drafter, Rejection(), [Request("r", (0,), 9)], 2)
 
 
 def test_rows_of_its_own_count_at_temperature_0_as_well():
