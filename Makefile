@@ -12,7 +12,7 @@ sweep: install  ## the default study: acceptance length over temperature on the 
 test: install  ## the whole test suite, in two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-gpu-check:  ## on a machine with a GPU, which needs no network: its tests and the kernels', then the benchmarks
+gpu-check:  ## where there is a GPU, with or without a network: its tests and the kernels', then the benchmarks
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/check.py $(ARGS)
 
 notebooks: install  ## run the notebooks again and keep their outputs

@@ -1,4 +1,6 @@
-"""The values that travel between models, drafters, verifiers and the loop: frozen, validated once, no behaviour.
+"""The values that travel between models, drafters, verifiers and the loop: frozen, validated once.
+
+They do nothing, but that a law says how many bytes a server keeps of it, and `Judged.again` gives a verdict after all.
 
 Shapes are batch first: B sequences, K draft tokens, V tokens of vocabulary. Token ids are int64; `PAD` (-1) marks a
 slot that holds no token and never reaches an embedding, a counter or an index.
@@ -12,8 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from spectoolkit.errors import UsageError
-
-PAD = -1
+from spectoolkit.functional.ragged import PAD as PAD
 
 LARGEST = 1e9
 """Bound of sampling parameters, so that logits stay finite in float32."""

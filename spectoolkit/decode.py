@@ -87,7 +87,7 @@ def decode(
             observe(batch.sampling.request_ids, rows, proposal, to_device(emitted, target.device))
         target_state = keep_chain(target, target_state, proposal, replace(verdict, chain=chain))
         target_state = target.rollback(target_state, torch.tensor(batch.sampling.num_tokens) - 1)
-        features = _features(target, drafter, target_state, row_lengths(emitted)) if drafter.feature_layers else None
+        features = _features(target, drafter, target_state, row_lengths(emitted))
         draft_state = drafter.commit(draft_state, emitted, features)
         laps.mark()
         batch.record_laps(laps)

@@ -63,10 +63,7 @@ class LanguageModel(Protocol):
         ...
 
     def rollback(self, state: Any, lengths: Tensor) -> Any:
-        """Keep the first `lengths` [B] cached tokens of each row; lengths never exceed the current ones.
-
-        They may be on the host.
-        """
+        """Keep the first `lengths` [B], on the host, cached tokens of each row; they never exceed the current ones."""
         ...
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
@@ -212,8 +209,8 @@ class Drafter(Protocol):
         """At most `max_tokens` [B] tokens per row (some may be 0), drawn with `noise` of K = max(max_tokens) positions.
 
         `sampling` holds the requests' parameters and token histories as of the start of the step. `max_tokens` is on
-        the host, `noise` on the target's device. So is the law to be; tokens and lengths of the proposal may be on the
-        host.
+        the host, `sampling` and `noise` on the target's device. So is the law to be; tokens and lengths of the proposal
+        may be on the host.
         """
         ...
 
@@ -249,9 +246,6 @@ class Verifier(Protocol):
         is_lossless: whether the emitted tokens follow the target's law exactly, for every drafter with such a law.
         keeps_law: whether it reads the draft law, which then has to be kept from drafting to verification; a rule that
             looks at the draft tokens alone needs nothing kept, whatever they were drawn from.
-
-    A rule that is wrong on purpose, to show what a test of exactness catches, says so by `is_negative_control = True`,
-    and so does a drafter that breaks its contract on purpose.
     """
 
     @property

@@ -1,6 +1,7 @@
 """A batch of requests' sampling parameters and token histories, as tensors: logits in, probabilities out.
 
-The one path from logits to probabilities, for target and draft rows alike.
+The one path from logits to probabilities in torch, for target and draft rows alike: `functional.warp`, for which `rows`
+takes a plain softmax where it is one. Greedy drafts need no probabilities: `largest`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Ways to score a batch of drafts besides the usual one (`chains.score_proposal`: one forward over K+1 slots per row).
 
-All give the same logits. They differ in what they compute for rows with fewer than K drafts, and in what they read:
+All give the same logits where there is a token, the last one or a draft. They differ in what they compute for rows with
+fewer than K drafts, and in what they read:
 
 * batch expansion: every token becomes a sequence of one token behind its prefix, as serving engines did that had
   attention for single queries only. No slot is computed for nothing, but each token reads its row's cache anew.

@@ -23,11 +23,11 @@ class ModelDraftState:
 
     Attributes:
         cache: the draft model's own state.
-        num_cached: B numbers of tokens that it holds of what was committed, and of drafts that were fed back in
-            `num_fed` forwards since.
+        num_cached: B numbers of committed tokens that it holds; the `num_fed` drafts behind them are not counted.
         num_committed: B.
-        pending: B rows of committed tokens that are not cached yet; one, or two after full acceptance.
-        num_fed: drafts fed back since the last commit.
+        pending: B rows of committed tokens that are not cached yet: one, or two after full acceptance; none between
+            `first` and `commit`.
+        num_fed: drafts of each row fed back since the last commit, in one forward each.
     """
 
     cache: Any

@@ -12,6 +12,10 @@ from spectoolkit.functional.noise import step_noise
 from spectoolkit.functional.ragged import places, to_device
 
 _NUM_STARTS = 64
+"""Starts made at once: some dozens of steps do without, and it is little to keep. On a GPU launches count and not the
+numbers made, so every request has that many; on a CPU the work grows with the numbers, so requests share them, and a
+large batch makes fewer ahead.
+"""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class CacheView(RaggedCache):
         super().__init__(len(cache.lengths), cache.lengths.device)
         self.layers = cache.layers  # shared: layers that are made here are the cache's
         self._rows, self._positions = rows, positions
-        self._num_visible = aligned(cache.bound + num_tokens)
+        self._num_visible = aligned(cache.longest + num_tokens)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -169,8 +169,7 @@ class CausalLM:
             raise ContractError(f"score: expected tokens of {len(state.lengths)} rows, got {num_rows}")
         if num_rows == 0 or num_queries == 0:
             return torch.empty(num_rows, num_queries, self.vocab_size, device=self.device), state
-        if state.bound > self.context_length:
-            self._check_length(max(state.read_lengths()))
+        self._check_length(state.longest)
 
         def forward(positions: Tensor, tokens: Tensor) -> tuple[Tensor]:
             positions = positions.clamp(max=self.context_length - 1)
@@ -186,9 +185,7 @@ class CausalLM:
         self, state: RaggedCache, parts: Sequence[Part], num_tokens: int
     ) -> tuple[list[Tensor], RaggedCache]:
         """See `interfaces.PartsModel`; the caches of the rows that a part reads are copied, one layer at a time."""
-        state.bound_lengths()
-        if state.bound > self.context_length:
-            self._check_length(max(state.read_lengths()))
+        self._check_length(state.longest)
         scored = []
         for rows, offsets, tokens in parts:
             steps = torch.arange(tokens.shape[1], device=self.device)

@@ -30,9 +30,6 @@ ATTENTION = "spectoolkit_ragged"
 # Sizes are multiples of this: CUDA's fused attention copies masks whose rows are not aligned.
 _ALIGNMENT = 8
 
-# Forward passes until lengths that only the device knows are read back; until then the attention sees too many slots.
-_MAX_BLIND_PASSES = 16
-
 # Slots that a captured forward pass sees come in steps of this, or of an eighth of them where that is more.
 _BUCKET = 128
 
@@ -56,7 +53,7 @@ class _Append:
 
     Attributes:
         num_visible: cache slots that the attention sees.
-        start: the length that all rows share, or None if they differ or are not known.
+        start: the length that all rows share, or None if they differ.
         positions: [B, Q] slot of each new entry.
         index: flat slots [B * H * Q] in a buffer [B * H * capacity], by (H, capacity); filled on first use.
     """
@@ -125,25 +122,26 @@ class RaggedLayer(CacheLayerMixin):
 class RaggedCache(Cache):
     """Cache of B rows with one length each.
 
-    The host always knows a bound on the lengths, and the lengths themselves unless a rollback came as a tensor on the
-    device. Then they are read back only once in a while, so that no step has to wait for the device.
+    Both sides know the lengths, so that no step has to wait for the device.
 
     Attributes:
         lengths: [B] number of cached tokens of each row, on the device.
-        known_lengths: the same on the host, or None.
-        bound: a number that no length exceeds.
+        host_lengths: the same on the host.
         num_rollbacks: how often the rows were cut.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__(layers=[])
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
-        self.known_lengths: list[int] | None = [0] * num_rows
-        self.bound = 0
+        self.host_lengths = [0] * num_rows
         self.num_rollbacks = 0
-        self._num_blind_passes = 0
         self._append: _Append | None = None
         self._graphed = GraphedForwards()
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest row."""
+        return max(self.host_lengths, default=0)
 
     def extend(self, graphs: Graphs, forward: Forward, *inputs: Tensor, kind: str = "") -> tuple[Tensor, ...]:
         """What `forward(positions [B, Q], *inputs)` gives, which appends Q tokens to every row.
@@ -156,7 +154,6 @@ class RaggedCache(Cache):
             kind: tells different functions of inputs of equal shapes apart.
         """
         num_queries = inputs[0].shape[1]
-        self.bound_lengths()
         outputs = None
         if graphs.capture is not None and num_queries <= _MAX_CAPTURED_QUERIES:
             outputs = self._replayed(graphs, forward, inputs, kind)
@@ -169,7 +166,7 @@ class RaggedCache(Cache):
         self, graphs: Graphs, forward: Forward, inputs: Sequence[Tensor], kind: str
     ) -> tuple[Tensor, ...] | None:
         num_queries = inputs[0].shape[1]
-        num_visible = bucket(self.bound + num_queries)
+        num_visible = bucket(self.longest + num_queries)
         # From the first pass on, so that the buffers stay where they are when a shape has come often enough.
         for layer in self._ragged_layers():
             layer.reserve(num_visible)
@@ -188,31 +185,22 @@ class RaggedCache(Cache):
 
     def begin(self, num_queries: int) -> Tensor:
         """Prepare a forward pass over `num_queries` new tokens per row; their positions [B, Q]."""
-        is_uniform = self.known_lengths is not None and len(set(self.known_lengths)) == 1
+        longest, is_uniform = self.longest, len(set(self.host_lengths)) == 1
         positions = self.lengths[:, None] + torch.arange(num_queries, device=self.lengths.device)
-        needs_mask = not is_uniform or (num_queries > 1 and self.bound > 0)
-        num_visible = self.bound + num_queries
+        needs_mask = not is_uniform or (num_queries > 1 and longest > 0)
+        num_visible = longest + num_queries
         self._append = _Append(
             num_visible=aligned(num_visible) if needs_mask else num_visible,
-            start=self.bound if is_uniform else None,
+            start=longest if is_uniform else None,
             positions=positions,
             index={},
         )
         return positions
 
-    def bound_lengths(self) -> None:
-        """Before a forward pass: read the lengths back if the host has not known them for long."""
-        if self.known_lengths is None:
-            self._num_blind_passes += 1
-            if self._num_blind_passes > _MAX_BLIND_PASSES:
-                self.read_lengths()
-
     def end(self, num_queries: int) -> None:
         """Finish the forward pass that `begin` prepared: all rows are longer by `num_queries`."""
         self.lengths = self.lengths + num_queries
-        if self.known_lengths is not None:
-            self.known_lengths = [length + num_queries for length in self.known_lengths]
-        self.bound += num_queries
+        self.host_lengths = [length + num_queries for length in self.host_lengths]
         self._append = None
 
     def append_features(self, features: Tensor) -> None:
@@ -240,33 +228,22 @@ class RaggedCache(Cache):
         taken = kept.gather(1, at.clamp(0, kept.shape[1] - 1)[..., None].expand(-1, -1, width))
         return taken.masked_fill((columns >= num_tokens[:, None])[..., None], 0)
 
-    def read_lengths(self) -> list[int]:
-        """The lengths on the host, read back from the device if need be."""
-        if self.known_lengths is None:
-            self.known_lengths = self.lengths.tolist()
-            self.bound = max(self.known_lengths, default=0)
-            self._num_blind_passes = 0
-        return self.known_lengths
-
     def rollback(self, lengths: Tensor) -> None:
-        """Keep the first `lengths` [B] entries of each row.
+        """Keep the first `lengths` [B], on the host, entries of each row.
 
         Raises:
-            ContractError: a row is shorter than that; found out only where the host knows both.
+            ContractError: a row is shorter than that, or the lengths are on a device.
         """
         if lengths.shape != self.lengths.shape:
             raise ContractError(f"rollback: expected {len(self.lengths)} lengths, got shape {list(lengths.shape)}")
-        self.lengths = to_device(lengths.to(torch.long, copy=True), self.lengths.device)
-        self.num_rollbacks += 1
-        old = self.known_lengths
         if lengths.device.type != "cpu":
-            self.known_lengths = None
-            return
-        new = self.known_lengths = lengths.tolist()
-        self.bound = max(new, default=0)
-        self._num_blind_passes = 0
-        if old is not None and any(not 0 <= after <= before for after, before in zip(new, old, strict=True)):
+            raise ContractError(f"rollback: expected lengths on the host, got them on {lengths.device}")
+        old, new = self.host_lengths, lengths.tolist()
+        if any(not 0 <= after <= before for after, before in zip(new, old, strict=True)):
             raise ContractError(f"rollback: expected at most the current lengths {old}, got {new}")
+        self.lengths = to_device(lengths.to(torch.long, copy=True), self.lengths.device)
+        self.host_lengths = new
+        self.num_rollbacks += 1
 
     def select(self, rows: Sequence[int]) -> RaggedCache:
         """The cache of `rows`, in that order."""
@@ -275,12 +252,8 @@ class RaggedCache(Cache):
         index = to_device(torch.tensor(list(rows), dtype=torch.long), self.lengths.device)
         selected = RaggedCache(len(rows), self.lengths.device)
         selected.lengths = self.lengths[index]
-        selected.bound = self.bound
-        selected.known_lengths = None
-        if self.known_lengths is not None:
-            selected.known_lengths = [self.known_lengths[row] for row in rows]
-            selected.bound = max(selected.known_lengths, default=0)
-        used = aligned(selected.bound)
+        selected.host_lengths = [self.host_lengths[row] for row in rows]
+        used = aligned(selected.longest)
         for layer in self._ragged_layers():
             copy = RaggedLayer()
             copy.keys = layer.keys[:, :, :used].index_select(0, index)
@@ -295,14 +268,10 @@ class RaggedCache(Cache):
             raise ContractError(f"insert: expected {len(rows)} rows for {list(rows)}, got {len(other.lengths)}")
         index = to_device(torch.tensor(list(rows), dtype=torch.long), self.lengths.device)
         self.lengths = self.lengths.index_copy(0, index, other.lengths)
-        if self.known_lengths is not None and other.known_lengths is not None:
-            self.known_lengths = list(self.known_lengths)
-            for row, length in zip(rows, other.known_lengths, strict=True):
-                self.known_lengths[row] = length
-            self.bound = max(self.known_lengths, default=0)
-        else:
-            self.known_lengths = None
-            self.bound = max(self.bound, other.bound)
+        self.host_lengths = list(self.host_lengths)
+        for row, length in zip(rows, other.host_lengths, strict=True):
+            self.host_lengths[row] = length
+        used = other.longest
         for number, source in enumerate(other._ragged_layers()):
             if number == len(self.layers):
                 layer = RaggedLayer()
@@ -310,9 +279,9 @@ class RaggedCache(Cache):
                 layer.lazy_initialization(source.keys[:1].expand(shape), source.values[:1].expand(shape))
                 self.layers.append(layer)
             layer = self._ragged_layers()[number]
-            layer.reserve(other.bound)
-            layer.keys[index, :, : other.bound] = source.keys[:, :, : other.bound]
-            layer.values[index, :, : other.bound] = source.values[:, :, : other.bound]
+            layer.reserve(used)
+            layer.keys[index, :, :used] = source.keys[:, :, :used]
+            layer.values[index, :, :used] = source.values[:, :, :used]
 
     def _ragged_layers(self) -> list[RaggedLayer]:
         return self.layers  # pyright: ignore[reportReturnType]  # only this class fills the list
@@ -336,9 +305,9 @@ class RaggedCache(Cache):
         return self._append.num_visible, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """A bound, where rows differ; what a captured pass is told stays true while it is replayed."""
+        """The longest row's, where they differ; what a captured pass is told stays true while it is replayed."""
         append = self._append
-        return self.bound if append is None or append.start is not None else append.num_visible
+        return self.longest if append is None or append.start is not None else append.num_visible
 
 
 def ragged_mask(

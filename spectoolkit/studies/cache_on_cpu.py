@@ -58,7 +58,7 @@ class InPlace:
         return self._target.score(self._state, tokens)[0]
 
     def cut(self, num_tokens: int) -> None:
-        self._target.rollback(self._state, self._state.lengths - num_tokens)
+        self._target.rollback(self._state, torch.tensor(self._state.host_lengths) - num_tokens)
 
 
 class Concatenated:
@@ -71,7 +71,7 @@ class Concatenated:
     @torch.inference_mode()
     def __init__(self, target: CausalLM, state: RaggedCache, *, has_own_attention: bool) -> None:
         self._target, self._has_own_attention = target, has_own_attention
-        lengths = state.read_lengths()
+        lengths = state.host_lengths
         self._lengths = state.lengths.clone()
         self._padding = max(lengths) - self._lengths
         with plain_attention([target.hf_model]):  # the cache that the model makes itself, emptied again

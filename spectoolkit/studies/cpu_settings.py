@@ -244,9 +244,10 @@ def _markdown(
     lines = [
         "# Settings on a CPU",
         "",
-        f"Medians of {repetitions} repetitions on {device}, smallest and largest value in brackets; K = "
-        f"{config['num_draft_tokens']}, T = {config['sampling']['temperature']}, {config['max_new_tokens']} tokens per "
-        f"request. In every repetition all rows are measured in turn. *Default*: {default[0]}, {_counted(default[1])} "
+        f"Medians of {repetitions} repetition{'s' * (repetitions > 1)} on {device}, smallest and largest value in "
+        f"brackets; K = {config['num_draft_tokens']}, T = {config['sampling']['temperature']}, "
+        f"{config['max_new_tokens']} tokens per request. In every repetition all rows are measured in turn. "
+        f"*Default*: {default[0]}, {_counted(default[1])} "
         "(torch's own number), the same batch size, the same repetition. Times depend on the machine and its other "
         "load.",
         "",

@@ -260,9 +260,10 @@ def _markdown(
     lines = [
         "# Engine benchmark",
         "",
-        f"Medians of {repetitions} repetitions on {device}, smallest and largest value in brackets; K = "
-        f"{config['num_draft_tokens']}, T = {config['sampling']['temperature']}, {config['max_new_tokens']} tokens per "
-        "request. In every repetition all rows are measured in turn. Ratios compare within one repetition; seconds "
+        f"Medians of {repetitions} repetition{'s' * (repetitions > 1)} on {device}, smallest and largest value in "
+        f"brackets; K = {config['num_draft_tokens']}, T = {config['sampling']['temperature']}, "
+        f"{config['max_new_tokens']} tokens per request. In every repetition all rows are measured in turn. "
+        "Ratios compare within one repetition; seconds "
         f"depend on the machine and its other load. transformers {versions['transformers']}; flashspec: "
         f"{versions['flashspec']}.",
         "",

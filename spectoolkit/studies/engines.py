@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -205,9 +206,12 @@ def check_outputs(engine: Engine, outputs: Outputs, vocab_size: int) -> None:
 def plain_attention(models: Sequence[Any]) -> Iterator[None]:
     """transformers models with its own attention, as other engines expect them; afterwards as they were.
 
-    What transformers says about keywords that those engines use and that it has renamed is not shown.
+    What transformers says about keywords that those engines use and that it has renamed is not shown, nor about the
+    arguments that its own assisted generation hands to `generate`.
     """
+    log = logging.getLogger("transformers.generation.utils")
     before = [(model, model.config._attn_implementation) for model in models]
+    log.addFilter(_is_about_the_caller)
     try:
         for model, _ in before:
             model.set_attn_implementation("sdpa")
@@ -215,8 +219,13 @@ def plain_attention(models: Sequence[Any]) -> Iterator[None]:
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
+        log.removeFilter(_is_about_the_caller)
         for model, implementation in before:
             model.set_attn_implementation(implementation)
+
+
+def _is_about_the_caller(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Passing `generation_config` together with")
 
 
 @dataclass(frozen=True)

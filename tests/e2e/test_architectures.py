@@ -108,33 +108,10 @@ def test_rollback_to_more_than_is_cached() -> None:
         model.rollback(model.prefill([[1, 2], [3]]), torch.tensor([2, 2]))
     with pytest.raises(ContractError, match="expected 2 lengths"):
         model.rollback(model.prefill([[1, 2], [3]]), torch.tensor([1]))
+    with pytest.raises(ContractError, match="expected lengths on the host, got them on meta"):
+        model.rollback(model.prefill([[1, 2], [3]]), torch.ones(2, dtype=torch.long, device="meta"))
     with pytest.raises(ContractError, match="expected tokens of 2 rows, got 1"):
         model.score(model.prefill([[1, 2], [3]]), torch.tensor([[1]]))
-
-
-def test_lengths_that_only_the_device_knows() -> None:
-    """As after rollbacks by tensors on a GPU: the host knows a bound, and reads the lengths back once in a while."""
-    model = tiny_model()
-    committed = [[1, 2, 3], [4], [5, 6, 7, 8]]
-    state = model.prefill(committed)
-    for step in range(40):
-        tokens = torch.randint(0, 40, (3, 2), generator=torch.Generator().manual_seed(step))
-        logits, state = model.score(state, tokens)
-        fresh, _ = model.score(model.prefill(committed), tokens)
-        torch.testing.assert_close(logits, fresh, rtol=1e-10, atol=1e-10)
-        committed = [prefix + tokens[row, : (step + row) % 2].tolist() for row, prefix in enumerate(committed)]
-        state.rollback(torch.tensor([len(prefix) for prefix in committed]))
-        exact = state.bound
-        # What a rollback by a tensor on another device leaves behind.
-        state.known_lengths, state.bound = None, exact + min(step % 17, 3)
-        if step == 20:
-            committed = [committed[2], [9, 9]]
-            state = model.insert(model.select(state, [2, 0]), [1], model.prefill([[9, 9]]))
-            committed.append([7])
-            grown = model.prefill([[], [], [7]])
-            state = model.insert(grown, [0, 1], state)
-            assert state.known_lengths is None
-    assert state.read_lengths() == [len(prefix) for prefix in committed]
 
 
 REFUSED = {

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib.util
+import logging
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -156,6 +157,23 @@ def test_other_engines_leave_the_models_as_they_were(name):
         assert model.config._attn_implementation == "spectoolkit_ragged"
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
+
+
+def test_what_transformers_says_to_itself_is_not_shown():
+    """Its assisted generation calls its own `generate` in a way that it calls deprecated."""
+    shown: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    logging.Logger.warning_once.cache_clear()  # it is said once per process
+    logger.addHandler(handler)
+    try:
+        engines.assisted_generation(tiny := tiny_pair(num=1), tiny.requests, fixed_length=True).run()
+        assert shown == []
+        logging.getLogger("transformers.generation.utils").warning("something else")
+        assert shown == ["something else"]
+    finally:
+        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -226,7 +226,7 @@ def test_36_a_cache_is_rolled_back_to_a_length():
     prompts, tokens = [(1, 2, 3), (4, 5, 6, 7, 8)], torch.tensor([[9, 10, 11], [12, 13, 14]])
     _, state = model.score(model.prefill(prompts), tokens)
     state = model.rollback(state, torch.tensor([4, 8]))
-    assert state.read_lengths() == [4, 8]
+    assert state.host_lengths == [4, 8]
     again, _ = model.score(state, torch.tensor([[20], [21]]))
     for index, prefix in enumerate([(1, 2, 3, 9), (4, 5, 6, 7, 8, 12, 13, 14)]):
         fresh, _ = model.score(model.prefill([prefix]), torch.tensor([[20 + index]]))

@@ -178,24 +178,6 @@ def test_joining_rows_keep_the_graphs_and_moved_buffers_drop_them():
     assert (len(capture.graphs), capture.num_replays) == (4, 9)
 
 
-def test_lengths_that_only_the_device_knows():
-    """The host's bound is used, and the lengths are read back now and then, between replays."""
-    model, eager = tiny_model(), tiny_model()
-    capture = graphed(model)
-    states = [one.prefill([[1, 2, 3], [4]]) for one in (model, eager)]
-    lengths = torch.tensor([3, 1])
-    for step in range(40):
-        tokens = torch.tensor([[step % 40, 3], [5, step % 7]])
-        found, states[0] = model.score(states[0], tokens)
-        expected, states[1] = eager.score(states[1], tokens)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-        lengths = lengths + torch.tensor([step % 2, step % 3 == 0])
-        states = [one.rollback(state, lengths) for one, state in zip((model, eager), states, strict=True)]
-        # What a rollback by a tensor on another device leaves behind.
-        states[0].known_lengths, states[0].bound = None, states[0].bound + 2 * (step % 17)
-    assert capture.num_replays > 10
-
-
 def refusing(forward):
     raise RuntimeError("operation not permitted when stream is capturing\nand more of it")
 
