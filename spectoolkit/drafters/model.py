@@ -96,7 +96,7 @@ class ModelDrafter:
     def laws(self) -> tuple[type[DraftLaw], ...]:
         return (PointMass,) if self.is_argmax else (self.sampled_law,)
 
-    @cached_property
+    @property
     def is_argmax(self) -> bool:
         return self.constant == 0 or self.ratio == 0
 
@@ -181,7 +181,7 @@ class ModelDrafter:
         num_draft_tokens, device = noise.uniforms.shape[1], logits.device
         is_even = min(max_tokens.tolist()) >= num_draft_tokens
         beyond = None if is_even else places(num_draft_tokens, device) >= to_device(max_tokens, device)[:, None]
-        stream, own = self.stream, self.draft_sampling(sampling)
+        stream, own, is_argmax = self.stream, self.draft_sampling(sampling), self.is_argmax
         # A row with NaN, not refused yet, may give an id that a smaller vocabulary lacks.
         is_fed_as_it_is = not self.draws_pads and stream.vocab_size >= self.vocab_size
         tokens: list[Tensor] = []
@@ -197,13 +197,13 @@ class ModelDrafter:
             if beyond is not None:  # rows behind the end of their proposal belong to no token and may hold anything
                 logits = logits.masked_fill(beyond[:, i, None, None], 0)
             logits = fit_vocabulary(logits, self.vocab_size)
-            if self.is_argmax and not self._has_own_rows:
+            if is_argmax and not self._has_own_rows:
                 best, mark = own.largest(logits, appended)
                 drawn, fields = best[:, 0], ()
             else:
                 probs, mark = self._rows(logits, own, sampling, appended)
                 drawn, fields = self.sample(probs[:, 0], noise, i)
-            kept.append(() if self.is_argmax else fields)
+            kept.append(() if is_argmax else fields)
             if self.draws_pads and i > 0:
                 drawn = drawn.masked_fill(tokens[-1] == PAD, PAD)
             tokens.append(drawn)
