@@ -47,7 +47,7 @@ def calls(monkeypatch) -> Counter:
     """Counts the calls of every kernel, which are on; those of the self-check come before."""
     counted: Counter = Counter()
     monkeypatch.setenv(dispatch.SWITCH, ON)
-    assert dispatch.is_on(torch.zeros(1, 1, 4, device=DEVICE))
+    assert not dispatch.reason_for_reference(torch.zeros(1, device=DEVICE).device)
 
     def counting(name, function):
         def call(*arguments, **options):
@@ -242,16 +242,15 @@ def test_replay_reports_nan_as_the_reference_reports_it(side, calls, monkeypatch
 
 
 def test_the_switch(monkeypatch):
-    logits = torch.zeros(1, 1, 4, device=DEVICE)
+    device = torch.zeros(1, device=DEVICE).device
     for value, expected in (("off", False), ("interpret", True), ("auto", DEVICE == "cuda")):
         monkeypatch.setenv(dispatch.SWITCH, value)
-        assert dispatch.is_on(logits) is expected
-    assert not dispatch.is_on(logits.double())
+        assert (not dispatch.reason_for_reference(device)) is expected
     monkeypatch.delenv(dispatch.SWITCH)
-    assert dispatch.is_on(logits) is (DEVICE == "cuda")
+    assert (not dispatch.reason_for_reference(device)) is (DEVICE == "cuda")
     monkeypatch.setenv(dispatch.SWITCH, "on")
     with pytest.raises(UsageError, match="SPECTOOLKIT_KERNELS: expected auto, off or interpret, got 'on'"):
-        dispatch.is_on(logits)
+        dispatch.reason_for_reference(device)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
