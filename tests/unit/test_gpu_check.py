@@ -122,6 +122,13 @@ def test_without_torch_nothing_is_run_and_the_list_is_said(tmp_path, monkeypatch
     assert "torch is not brought along" in capsys.readouterr().out
 
 
+def test_without_packaging_no_version_is_judged(monkeypatch, capsys):
+    without(monkeypatch, "packaging")
+    monkeypatch.setitem(sys.modules, "packaging.specifiers", None)  # importing it raises
+    assert check.main(["--missing"]) == 0
+    assert "  packaging: not installed\n" in capsys.readouterr().out
+
+
 def test_what_is_missing_is_said_by_a_python_that_has_nothing():
     bare = [sys.executable, "-I", "-S", "tests/gpu/check.py", "--missing"]  # no site-packages
     shown = subprocess.run(bare, cwd=check.ROOT, capture_output=True, text=True, check=True)
