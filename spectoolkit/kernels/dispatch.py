@@ -48,9 +48,9 @@ Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Strategy = tuple[ModelDrafter, Reduce]
 
-_NUM_TOGETHER = 1 << 19
-"""Numbers per thread that the reference reduces at once on a CPU: rows that stay in its cache, and in memory that the
-allocator hands out again, for all draft temperatures."""
+_NUM_TOGETHER = 1 << 18
+"""Numbers per thread that the reference reduces at once on a CPU, for all draft temperatures: 1 MiB of float32,
+which stays in its cache, and which the allocator hands out again where it would return more to the system."""
 
 _NEEDS_SUMS: Mapping[object, bool] = {ratio: False, given_rejection: False, given_match: False, given_coupled: True}
 
