@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,27 @@ import spectoolkit
 
 PACKAGES = ("torch", "transformers", "numpy", "pandas", "hydra-core", "triton")
 
-_kernels: dict[str, str] = {}
-"""Device -> what `kernels.dispatch` last said of it."""
+NUM = "<num>"
+"""Stands in what is noted for how often it was."""
+
+_UNSAID = {"kernels": "not asked for", "graphs": "no model that has any"}
+
+_of_process: dict[str, Counter[str]] = {about: Counter() for about in _UNSAID}
+_of_cell: dict[str, Counter[str]] = {about: Counter() for about in _UNSAID}
 
 
-def provenance() -> dict[str, Any]:
+def provenance(*, of_cell: bool = False) -> dict[str, Any]:
     """Versions, git commit of the code (None outside a checkout), device, command line and time (UTC).
 
-    "cuda" is the version that torch was built for (None for a CPU's); "kernels" says for each device whether kernels or
-    the reference computed there so far, and why.
+    "cuda" is the version that torch was built for (None for a CPU's). "kernels" says for each device what kernels and
+    what the reference computed there, "graphs" of each model how its forward passes were made: of all that this process
+    did, or, `of_cell`, since `begin_cell`.
     """
+    noted = _of_cell if of_cell else _of_process
+    done = {
+        about: "; ".join(what.replace(NUM, str(num)) for what, num in dict(noted[about]).items()) or unsaid
+        for about, unsaid in _UNSAID.items()
+    }
     return {
         "spectoolkit": spectoolkit.__version__,
         "commit": _commit(),
@@ -34,15 +46,22 @@ def provenance() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "device": device_name(),
-        "kernels": "; ".join(f"{device}: {what}" for device, what in _kernels.items()) or "not asked for",
+        **done,
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
-def say_kernels(device: str, what: str) -> None:
-    """Have `provenance` say `what` of the kernels on a device: known only once a run got there."""
-    _kernels[device] = what
+def note(about: str, what: str, num: int = 1) -> None:
+    """Have `provenance` say `what` of "kernels" or "graphs", as it is done: `num` times more."""
+    for noted in (_of_process, _of_cell):
+        noted[about][what] += num
+
+
+def begin_cell() -> None:
+    """What is noted from now on belongs to another cell."""
+    for noted in _of_cell.values():
+        noted.clear()
 
 
 def device_name() -> str:

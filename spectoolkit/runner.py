@@ -18,6 +18,7 @@ from spectoolkit.datatypes import Completion
 from spectoolkit.decode import Observer, decode
 from spectoolkit.drafters import ModelDrafter, NoDrafter
 from spectoolkit.errors import RunError, UsageError
+from spectoolkit.provenance import begin_cell
 from spectoolkit.records import expected_rows
 from spectoolkit.replay import Strategy, replay
 from spectoolkit.report.cells import CellResult
@@ -98,6 +99,7 @@ def _run(job: Job, store: Store, progress: Progress, decode_cell: Callable[[Cell
     with claims.claim(store.claims_folder, job.key) as is_mine:
         if not is_mine:
             return False
+        begin_cell()
         missing = [cell for cell in job.cells if not store.has(cell)]
         if missing and missing[0].engine == "replay":
             run_replay(missing, store, progress)

@@ -190,8 +190,9 @@ class Store:
         self.save(cell, pd.DataFrame(rows), how)
 
     def save(self, cell: Cell, rows: pd.DataFrame, how: Mapping[str, Any]) -> None:
-        """Keep the request rows of a finished cell, and how they were computed (in the file's metadata)."""
-        rows.attrs = {**how, "fingerprint": cell.fingerprint, **provenance()}
+        """Keep the request rows of a finished cell, and how they were computed (in the file's metadata), where
+        `how` has the last word."""
+        rows.attrs = {"fingerprint": cell.fingerprint, **provenance(of_cell=True), **how}
         write_frame(self._path("cells", cell), rows)
 
     def trajectories_path(self, cell: Cell) -> Path:

@@ -7,7 +7,8 @@ bias, and a rule and law that `verify` and `reduce` know. Everything else, and e
 sorted there, and a kernel would have to break ties exactly so.
 
 Before a device's first kernel `self_check` compares all of them with the reference there; where they differ or fail,
-one warning says so and the process keeps to the reference on this device. `provenance` says which of it happened.
+one warning says so and the process keeps to the reference on this device. It is not asked, and no kernel is compiled,
+for work that has none. What was done is noted as it is done, and `provenance` says it.
 
 `off` is the reference everywhere. `interpret` takes kernels for CPU tensors as well, through Triton's interpreter (with
 TRITON_INTERPRET=1), which is for tests.
@@ -33,7 +34,7 @@ from spectoolkit.errors import UsageError
 from spectoolkit.functional.conditional import given_coupled, given_match, given_rejection, ratio
 from spectoolkit.functional.warp import Penalties
 from spectoolkit.interfaces import Verifier
-from spectoolkit.provenance import say_kernels
+from spectoolkit.provenance import note
 from spectoolkit.sampling import SamplingState
 from spectoolkit.verifiers import Block, Coupled, Rejection
 from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, foreign, foreign_in_chains, foreign_token
@@ -47,32 +48,18 @@ Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Strategy = tuple[ModelDrafter, Reduce]
 
-_NUM_TOGETHER = 1 << 19
-"""Numbers per thread that the reference reduces at once on a CPU: rows that stay in its cache, and in memory that the
-allocator hands out again, for all draft temperatures."""
+_NUM_TOGETHER = 1 << 18
+"""Numbers per thread that the reference reduces at once on a CPU, for all draft temperatures: 1 MiB of float32,
+which stays in its cache, and which the allocator hands out again where it would return more to the system."""
 
 _NEEDS_SUMS: Mapping[object, bool] = {ratio: False, given_rejection: False, given_match: False, given_coupled: True}
-
-
-def is_on(logits: Tensor) -> bool:
-    """Whether kernels may read these logits; the first time on a device they have to pass its `self_check`.
-
-    Raises:
-        UsageError: SPECTOOLKIT_KERNELS is something else than auto, off or interpret.
-    """
-    switch = parse_switch()
-    if logits.dtype not in DTYPES:
-        return False
-    reason = _reason_for_reference(switch, logits.device)
-    say_kernels(str(logits.device), reason or "on (self-check passed)")
-    return not reason
 
 
 def parse_switch() -> str:
     """What SPECTOOLKIT_KERNELS says; a run asks before its first forward.
 
     Raises:
-        UsageError: see `is_on`.
+        UsageError: it is something else than auto, off or interpret.
     """
     switch = os.environ.get(SWITCH, "auto")
     if switch not in ("auto", "off", "interpret"):
@@ -80,9 +67,15 @@ def parse_switch() -> str:
     return switch
 
 
-def _reason_for_reference(switch: str, device: torch.device) -> str:
+def reason_for_reference(device: torch.device) -> str:
+    """Why no kernel runs on this device, "" if they do; the first time there they have to pass its `self_check`.
+
+    Raises:
+        UsageError: see `parse_switch`.
+    """
+    switch = parse_switch()
     if switch == "off":
-        return f"off ({SWITCH}=off)"
+        return f"reference, because {SWITCH}=off"
     if device.type != "cuda" and switch != "interpret":
         return "reference, because it is no CUDA device"
     if find_spec("triton") is None:
@@ -120,20 +113,27 @@ def judge(
     `keeps_rows` asks for the target's rows, which only the reference makes.
 
     Raises:
-        InvalidLogitsError, ContractError: as `SamplingState.probs` and the verifier, where asking costs nothing;
-            elsewhere by way of `Judged.again`.
+        InvalidLogitsError, ContractError: as `SamplingState.probs` and the verifier, on a CPU; elsewhere by way of
+            `Judged.again`.
     """
-    if not keeps_rows:
-        fused = fused_verdict(verifier, sampling, logits, proposal, uniforms)
-        if fused is not None:
-            verdict, status = fused
+    kernel = None if keeps_rows else kernel_for(verifier, sampling, logits, proposal, uniforms)
+    reason = reason_for_reference(logits.device) if kernel else ""
+    if kernel is None or reason:
+        _note(logits, reason or "reference")
+        return _judged_by_reference(verifier, sampling, logits, proposal, uniforms)
+    _note(logits, f"{kernel} (self-check passed)")
+    verdict, status = _fused_verdict(kernel, sampling, logits, proposal, uniforms)
 
-            def by_reference() -> Verdict:
-                judged = _judged_by_reference(verifier, sampling, logits, proposal, uniforms)
-                return judged.verdict if judged.faults is None or not judged.faults.any() else judged.again()
+    def by_reference() -> Verdict:
+        _note(logits, "reference")
+        judged = _judged_by_reference(verifier, sampling, logits, proposal, uniforms)
+        return judged.verdict if judged.faults is None or not judged.faults.any() else judged.again()
 
-            return Judged(verdict, None, status[:, None], by_reference)
-    return _judged_by_reference(verifier, sampling, logits, proposal, uniforms)
+    return Judged(verdict, None, status[:, None], by_reference)
+
+
+def _note(logits: Tensor, what: str) -> None:
+    note("kernels", f"{logits.device}: {what}")
 
 
 def _judged_by_reference(
@@ -144,7 +144,7 @@ def _judged_by_reference(
     def refuse() -> None:
         sampling.repeat(proposal.num_chains or 1).refuse(faults, proposal.tokens.flatten(0, -2), "target")
 
-    if faults.device.type == "cpu":  # no rule, whoever wrote it, is given a row of NaN where asking costs nothing
+    if faults.device.type == "cpu":  # no rule, whoever wrote it, is given a row of NaN
         refuse()
         verdict = verifier.verify(target_probs, proposal, uniforms)
         return Judged(verdict, target_probs, None, lambda: verdict)
@@ -167,23 +167,17 @@ def _judged_by_reference(
     return Judged(verdict, target_probs, wrong, again)
 
 
-def fused_verdict(
+def kernel_for(
     verifier: Verifier, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms
-) -> tuple[Verdict, Tensor] | None:
-    """The kernels' verdict and its status [B] (`verify`), 0 where it holds; None where it is the reference's turn."""
-    if proposal.num_chains is not None or not is_plain(sampling) or not is_on(logits):
+) -> str | None:
+    """The kernel of `verify` that knows these rows, this rule and this law; None if none does."""
+    if proposal.num_chains is not None or not is_plain(sampling) or logits.dtype not in DTYPES:
         return None
-    arguments = (logits, sampling.temperature, proposal.tokens, proposal.lengths)
     law, rule = proposal.law, type(verifier)  # a rule made from one of these may do anything
     if rule is Coupled and uniforms.shared is not None:
-        from spectoolkit.kernels import verify
-
-        return verify.coupled(*arguments, uniforms.shared)
+        return "coupled"
     if rule in (Rejection, Block) and isinstance(law, (PointMass, Dense)) and _is_float32(law):
-        from spectoolkit.kernels import verify
-
-        fused = verify.rejection if rule is Rejection else verify.block
-        return fused(*arguments, law, uniforms)
+        return "rejection" if rule is Rejection else "block"
     return None
 
 
@@ -191,11 +185,25 @@ def _is_float32(law: PointMass | Dense) -> bool:
     return isinstance(law, PointMass) or law.probs.dtype == torch.float32
 
 
+def _fused_verdict(
+    kernel: str, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms
+) -> tuple[Verdict, Tensor]:
+    """The kernel's verdict and its status [B] (`verify`), 0 where it holds."""
+    from spectoolkit.kernels import verify
+
+    arguments = (logits, sampling.temperature, proposal.tokens, proposal.lengths)
+    if kernel == "coupled":
+        assert uniforms.shared is not None
+        return verify.coupled(*arguments, uniforms.shared)
+    assert isinstance(proposal.law, (PointMass, Dense))
+    return (verify.rejection if kernel == "rejection" else verify.block)(*arguments, proposal.law, uniforms)
+
+
 class Reducer:
     """Some target rows of a replay, against which draft rows are reduced to what verifiers ask of them.
 
     `tokens` [B, Q] are the output's at these rows, `appended` as for `SamplingState.probs`. The target's probabilities
-    are made at once where kernels are off, else when a strategy asks for them.
+    are made when a strategy asks for them.
 
     Raises:
         InvalidLogitsError: as `SamplingState.probs`.
@@ -205,9 +213,6 @@ class Reducer:
         self._sampling, self._target_logits = sampling, target_logits
         self._tokens, self._appended = tokens, appended
         self._target_probs: Tensor | None = None
-        self._is_on = is_plain(sampling) and is_on(target_logits)
-        if not self._is_on:
-            self._probs()
 
     def reduce(self, strategies: Mapping[int, Strategy], draft_logits: Tensor) -> dict[int, Tensor]:
         """What each strategy's `GivenOutput.reduce` says [B, Q] of the target's rows and its own.
@@ -215,9 +220,16 @@ class Reducer:
         Raises:
             InvalidLogitsError: as `SamplingState.probs`.
         """
-        fused = {i: s for i, s in strategies.items() if self._can_fuse(*s, draft_logits)}
-        results = (self._fused(fused, draft_logits) if fused else None) or {}
+        known = {i: s for i, s in strategies.items() if self._has_kernel(*s, draft_logits)}
+        reason = reason_for_reference(draft_logits.device) if known else ""
+        results = (self._fused(known, draft_logits) if known and not reason else None) or {}
         rest = {i: s for i, s in strategies.items() if i not in results}
+        if results:
+            _note(draft_logits, "a replay's reduction (self-check passed)")
+        if reason:
+            _note(draft_logits, reason)
+        if rest.keys() - (known.keys() if reason else ()):
+            _note(draft_logits, "reference")
         return results | self._by_reference(rest, draft_logits) if rest else results
 
     def _by_reference(self, strategies: Mapping[int, Strategy], draft_logits: Tensor) -> dict[int, Tensor]:
@@ -247,11 +259,12 @@ class Reducer:
             self._target_probs = self._sampling.probs(self._target_logits, self._appended, "target")
         return self._target_probs
 
-    def _can_fuse(self, drafter: ModelDrafter, reduce: Reduce, draft_logits: Tensor) -> bool:
+    def _has_kernel(self, drafter: ModelDrafter, reduce: Reduce, draft_logits: Tensor) -> bool:
         own = type(drafter)  # a drafter made from this one may draw from anything
         is_softmax = own.draft_probs is ModelDrafter.draft_probs and own.law_probs is ModelDrafter.law_probs
-        knows = self._is_on and reduce in _NEEDS_SUMS and is_softmax and draft_logits.dtype in DTYPES
-        return knows and is_plain(drafter.draft_sampling(self._sampling))
+        has_dtypes = self._target_logits.dtype in DTYPES and draft_logits.dtype in DTYPES
+        is_known = reduce in _NEEDS_SUMS and is_softmax and has_dtypes and is_plain(self._sampling)
+        return is_known and is_plain(drafter.draft_sampling(self._sampling))
 
     def _fused(self, strategies: Mapping[int, Strategy], draft_logits: Tensor) -> dict[int, Tensor] | None:
         """The kernels' numbers; None where a row that belongs to a token gives no distribution."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit.errors import UsageError
+from spectoolkit.provenance import NUM, note
 
 SWITCH = ("auto", "off")
 
@@ -70,11 +71,18 @@ class Graphs:
         self.switch = parse_switch(switch)
         self.capture: Capture | None = CudaCapture(device) if switch == "auto" and device.type == "cuda" else None
         self._name = name
+        self._without = f"none ({device.type.upper()})" if self.switch == "auto" else f"{name}: off"
+
+    def note_pass(self, num_captures: int = 0) -> None:
+        """Have `provenance` say how forward passes are made here, as one is, and how many were captured."""
+        is_on = self.capture is not None
+        note("graphs", f"{self._name}: captured {NUM} forward passes" if is_on else self._without, num_captures)
 
     def give_up(self, error: Exception) -> None:
         """Stay eager from now on; said once, since `capture` is None afterwards."""
         self.capture = None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        self._without = f"{self._name}: eager, because a forward pass could not be captured: {reason}"
         _log.warning("%s runs without CUDA graphs, since a forward pass could not be captured: %s", self._name, reason)
 
 
@@ -145,6 +153,7 @@ class GraphedForwards:
             if captured is None:
                 self._forget([])
                 return None
+            graphs.note_pass(num_captures=1)
             self._graphs[shape] = captured
             if len(self._graphs) > _MAX_GRAPHS:
                 oldest, _ = self._graphs.popitem(last=False)

@@ -157,6 +157,7 @@ class RaggedCache(Cache):
         outputs = None
         if graphs.capture is not None and num_queries <= _MAX_CAPTURED_QUERIES:
             outputs = self._replayed(graphs, forward, inputs, kind)
+        graphs.note_pass()
         if outputs is None:
             outputs = forward(self.begin(num_queries), *inputs)
         self.end(num_queries)

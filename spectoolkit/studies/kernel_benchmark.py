@@ -61,24 +61,26 @@ def run(
     interpret: bool = False,
     vocab_sizes: Sequence[int] = (32768, 151936, 262144),
     batch_sizes: Sequence[int] = (1, 8, 64),
-    num_rows: int = 128,
+    num_rows: Sequence[int] = (32, 128),
     copied_mib: int = 1024,
     repetitions: int = 9,
 ) -> str:
-    """Time verification at every vocabulary and batch size with the settings' K and T, and the reduction of a replay.
+    """Time verification at every vocabulary and batch size with the settings' K and T, and a replay's reduction.
+
+    The reduction is timed at every vocabulary size and number of rows.
 
     Args:
         device: where; on "cpu" without `interpret` no kernel runs, and the reduction is timed as a replay makes it.
         interpret: run the kernels in Triton's interpreter, to try this study out: its times say nothing.
-        num_rows: rows of a reduction.
+        num_rows: of a reduction.
         copied_mib: size of the copy that gives the bandwidth.
-        repetitions: of each call on a CPU, of which the median counts; on a GPU triton chooses.
+        repetitions: of each call on a CPU, of which the median and the range are told; on a GPU triton chooses.
 
     Raises:
         UsageError: no such device, no triton, T = 0, a size below 1 or none, or an interpreter that comes too late.
     """
-    sizes = {"vocab_sizes": vocab_sizes, "batch_sizes": batch_sizes}
-    sizes |= {"num_rows": [num_rows], "copied_mib": [copied_mib], "repetitions": [repetitions]}
+    sizes = {"vocab_sizes": vocab_sizes, "batch_sizes": batch_sizes, "num_rows": num_rows}
+    sizes |= {"copied_mib": [copied_mib], "repetitions": [repetitions]}
     for name, values in sizes.items():
         if not values or min(values) < 1:
             raise UsageError(f"study.{name}: expected integers >= 1, got {[*values]}")
@@ -92,14 +94,14 @@ def run(
     bandwidth = copy_bandwidth(place, copied_mib, timer)
     cases = [(v, b) for v in vocab_sizes for b in batch_sizes]
     rows, reductions = [], []
-    with progress_bar(len(cases) * len(RULES) + len(vocab_sizes), "case") as bar:
+    with progress_bar(len(cases) * len(RULES) + len(vocab_sizes) * len(num_rows), "case") as bar:
         for vocab_size, batch_size in cases:
             case = Case.of(batch_size, config["num_draft_tokens"], vocab_size, config["sampling"]["temperature"], place)
             for rule, verifier, law in RULES:
                 rows.append({"rule": rule, "law": law, **verification(case, verifier, law, bandwidth, timer)})
                 bar.update(1)
-        for vocab_size in vocab_sizes:
-            reductions.append(reduction(num_rows, vocab_size, bandwidth, place, timer))
+        for vocab_size, num in [(v, num) for v in vocab_sizes for num in num_rows]:
+            reductions.append(reduction(num, vocab_size, bandwidth, place, timer))
             bar.update(1)
     table, of_replay, notes = pd.DataFrame(rows), pd.DataFrame(reductions), provenance()
     text = _markdown(table, of_replay, config, str(notes["device"]), bandwidth, interpret=interpret)

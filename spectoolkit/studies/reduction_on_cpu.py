@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.replay import BATCH
 from spectoolkit.sampling import SamplingState
+from spectoolkit.studies.engine_benchmark import median_and_range, shown_range
 from spectoolkit.study import Store
 
 DTYPE = torch.bfloat16
@@ -31,14 +31,18 @@ REDUCTIONS: Mapping[str, Reduce] = {"rejection": given_rejection, "coupled": giv
 
 
 def run_on_cpu(
-    store: Store, config: Mapping[str, Any], vocab_sizes: Sequence[int], num_rows: int, repetitions: int
+    store: Store, config: Mapping[str, Any], vocab_sizes: Sequence[int], num_rows: Sequence[int], repetitions: int
 ) -> str:
-    """Compare them at every vocabulary size; writes `reduction_on_cpu.csv`, `table.md` and `manifest.json`."""
+    """Compare them at every vocabulary size and number of rows.
+
+    Writes `reduction_on_cpu.csv`, `table.md` and `manifest.json`.
+    """
     rows = []
-    with progress_bar(len(vocab_sizes) * len(REDUCTIONS), "case") as bar:
-        for vocab_size in vocab_sizes:
+    sizes = [(vocab_size, num) for vocab_size in vocab_sizes for num in num_rows]
+    with progress_bar(len(sizes) * len(REDUCTIONS), "case") as bar:
+        for vocab_size, num in sizes:
             for rule, reduce in REDUCTIONS.items():
-                case = ReplayCase.of(num_rows, vocab_size, config["sampling"]["temperature"])
+                case = ReplayCase.of(num, vocab_size, config["sampling"]["temperature"])
                 rows.append({"rule": rule, **reduction_on_cpu(case, reduce, repetitions)})
                 bar.update(1)
     table, notes = pd.DataFrame(rows), provenance()
@@ -77,6 +81,7 @@ class ReplayCase:
 def reduction_on_cpu(case: ReplayCase, reduce: Reduce, repetitions: int) -> dict[str, Any]:
     """The reduction as a replay makes it, and the plain expressions, called in turn.
 
+    Of every number, the median over the repetitions, and its smallest and largest value; ratios are taken within one.
     `plain` gives the same numbers: softmax of both rows, p(x) and q(x), and from them the rule's number, the target's
     row made once. `plain_with_overlap` takes the sum of min(p, q) at every draft temperature besides.
     """
@@ -111,15 +116,15 @@ def reduction_on_cpu(case: ReplayCase, reduce: Reduce, repetitions: int) -> dict
             begin = time.perf_counter()
             call()
             seconds[name].append(time.perf_counter() - begin)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    numbers = {f"{name}_s": times for name, times in seconds.items()}
+    for name in ("plain", "plain_with_overlap"):
+        numbers[f"{name}_over_replay"] = [a / b for a, b in zip(seconds[name], seconds["replay"], strict=True)]
     return {
         "vocab_size": vocab_size,
         "rows": case.tokens.numel(),
         "temperatures": len(TEMPERATURES),
         "largest_relative_difference": float(((found - expected).abs() / expected.clamp(min=1e-30)).max()),
-        **{f"{name}_s": median for name, median in medians.items()},
-        "plain_over_replay": medians["plain"] / medians["replay"],
-        "plain_with_overlap_over_replay": medians["plain_with_overlap"] / medians["replay"],
+        **{key: value for name, values in numbers.items() for key, value in median_and_range(name, values).items()},
     }
 
 
@@ -127,18 +132,20 @@ def _markdown_of_cpu(table: pd.DataFrame, config: Mapping[str, Any], device: str
     lines = [
         "# Kernel benchmark: a replay's reduction on a CPU",
         "",
-        f"{device}; logits in bfloat16, T = {config['sampling']['temperature']}; medians of {repetitions} calls in "
-        "turn. No kernel runs here, and no GPU is measured.",
+        f"{device}; logits in bfloat16, T = {config['sampling']['temperature']}; medians of {repetitions} "
+        "repetitions in turn, smallest and largest value in brackets. No kernel runs here, and no GPU is measured.",
         "",
         "| rule | V | rows | draft temperatures | replay (ms) | plain (ms) | plain / replay | "
         "plain with sum of min / replay | largest relative difference |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in table.to_dict("records"):
+        in_ms = {key: row[key] * 1e3 for key in row if str(key).startswith(("replay_s", "plain_s"))}
         lines.append(
             f"| {row['rule']} | {row['vocab_size']:,} | {row['rows']} | {row['temperatures']} | "
-            f"{row['replay_s'] * 1e3:,.0f} | {row['plain_s'] * 1e3:,.0f} | {row['plain_over_replay']:.2f} | "
-            f"{row['plain_with_overlap_over_replay']:.2f} | {row['largest_relative_difference']:.0e} |"
+            f"{shown_range(in_ms, 'replay_s', 0)} | {shown_range(in_ms, 'plain_s', 0)} | "
+            f"{shown_range(row, 'plain_over_replay', 2)} | {shown_range(row, 'plain_with_overlap_over_replay', 2)} | "
+            f"{row['largest_relative_difference']:.0e} |"
         )
     return "\n".join([*lines, "", _EXPLANATION_OF_CPU]) + "\n"
 

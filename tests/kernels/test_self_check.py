@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spectoolkit.datatypes import Dense, PointMass, SamplingParams
-from spectoolkit.drafters import ModelDrafter, NoDrafter
+from spectoolkit.datatypes import Dense, PointMass, Request, SamplingParams
+from spectoolkit.drafters import ModelDrafter, NGramDrafter, NoDrafter
 from spectoolkit.kernels import dispatch, self_check
 from spectoolkit.models.tabular import TabularModel, random_tabular
-from spectoolkit.provenance import provenance
-from spectoolkit.verifiers import Block, Coupled, Rejection
+from spectoolkit.provenance import begin_cell, provenance
+from spectoolkit.replay import Strategy, replay
+from spectoolkit.trajectories import Trajectories
+from spectoolkit.verifiers import Block, Coupled, Match, Rejection
 from tests.helpers.toys import outcome, requests, run
 
 verify = pytest.importorskip("spectoolkit.kernels.verify")
@@ -19,7 +21,6 @@ reduce = pytest.importorskip("spectoolkit.kernels.reduce")
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 ON = "auto" if DEVICE.type == "cuda" else "interpret"
-LOGITS = torch.zeros(1, 1, 4, device=DEVICE)
 PROBLEMS = [self_check.Problem.of(dtype, vocab_size, torch.device("cpu")) for dtype, vocab_size in self_check.PROBLEMS]
 
 
@@ -59,12 +60,27 @@ def test_the_problems_have_proposals_rejected_cut_and_accepted_and_tell_the_rule
         assert of_rule[4] not in of_rule[:4]
 
 
+class Single(TabularModel):
+    """The toy with logits in float32, where the kernels would run."""
+
+    def score(self, state, tokens):
+        logits, new = super().score(state, tokens)
+        return logits.float(), new
+
+
+def judged_by(verifier, drafter=None, params=None) -> str:
+    """What a cell's provenance says of kernels after some requests were decoded."""
+    begin_cell()
+    target = Single(random_tabular(vocab_size=6, order=1, seed=0).rows.to(DEVICE))
+    assert run(target, drafter or NoDrafter(), verifier, requests(1, 2, 6, params=[params or SamplingParams()]))
+    return provenance(of_cell=True)["kernels"]
+
+
 def test_kernels_that_agree_are_used_and_said_to_be():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch.is_on(LOGITS)
-    assert f"{DEVICE}: on (self-check passed)" in provenance()["kernels"]
-    assert dispatch.is_on(LOGITS)
+        assert judged_by(Rejection()) == f"{DEVICE}: rejection (self-check passed)"
+    assert judged_by(Block()) == f"{DEVICE}: block (self-check passed)"
     assert self_check.failure.cache_info().misses == 1
 
 
@@ -118,18 +134,9 @@ def test_a_kernel_that_is_wrong_or_fails_is_named_and_not_used(name, monkeypatch
     monkeypatch.setattr(self_check, "PROBLEMS", self_check.PROBLEMS[:1])
     monkeypatch.setattr(module, kernel, wrongly(getattr(module, kernel)))
     with pytest.warns(RuntimeWarning, match=f"kernels are not used on {DEVICE}, .*{message}") as caught:
-        are_on = [dispatch.is_on(LOGITS) for _ in range(2)]
-    assert are_on == [False, False]
+        said = [judged_by(Rejection()) for _ in range(2)]
+    assert all(one.startswith(f"{DEVICE}: reference, because the self-check failed: ") for one in said)
     assert len(caught) == 1
-    assert f"{DEVICE}: reference, because the self-check failed: " in provenance()["kernels"]
-
-
-class Single(TabularModel):
-    """The toy with logits in float32, where the kernels would run."""
-
-    def score(self, state, tokens):
-        logits, new = super().score(state, tokens)
-        return logits.float(), new
 
 
 def test_decoding_goes_on_with_the_reference(monkeypatch):
@@ -138,7 +145,7 @@ def test_decoding_goes_on_with_the_reference(monkeypatch):
     drafter = ModelDrafter(target, 6, constant=1.2)
     monkeypatch.setenv(dispatch.SWITCH, "off")
     expected = run(target, drafter, Rejection(), asked)
-    assert f"{DEVICE}: off (SPECTOOLKIT_KERNELS=off)" in provenance()["kernels"]
+    assert f"{DEVICE}: reference, because SPECTOOLKIT_KERNELS=off" in provenance()["kernels"]
     monkeypatch.setenv(dispatch.SWITCH, ON)
     monkeypatch.setattr(verify, "rejection", refusing(verify.rejection))
     with pytest.warns(RuntimeWarning, match="rejection of a point mass"):
@@ -149,7 +156,31 @@ def test_decoding_goes_on_with_the_reference(monkeypatch):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a device")
 def test_nothing_is_tried_where_there_is_no_device(monkeypatch):
     monkeypatch.delenv(dispatch.SWITCH)
-    target = Single(random_tabular(vocab_size=6, order=1, seed=0).rows)
-    assert run(target, NoDrafter(), Rejection(), requests(1, 2, 6, params=[SamplingParams()]))
+    assert judged_by(Rejection()) == "cpu: reference, because it is no CUDA device"
     assert self_check.failure.cache_info().misses == 0
-    assert "cpu: reference, because it is no CUDA device" in provenance()["kernels"]
+    assert judged_by(Match()) == "cpu: reference"
+
+
+@pytest.mark.parametrize(
+    ("verifier", "params"),
+    [(Match(), SamplingParams()), (Rejection(), SamplingParams(top_p=0.9)), (Block(), SamplingParams(min_p=0.1))],
+)
+def test_what_has_no_kernel_is_the_reference_s_and_no_device_is_tried_for_it(verifier, params):
+    assert judged_by(verifier, NGramDrafter(2, 1), params) == f"{DEVICE}: reference"
+    assert self_check.failure.cache_info().misses == 0
+
+
+def test_a_replay_tries_the_device_only_for_strategies_that_have_a_kernel():
+    target = Single(random_tabular(vocab_size=6, order=1, seed=0).rows.to(DEVICE))
+    asked = (Request("r", (3, 4), 3),)
+    outputs = Trajectories(asked, ((1, 2, 0),), ("length",))
+    filtered = Strategy(ModelDrafter(target, 6, ratio=1.0, top_p=0.9), Rejection(), 2)
+    plain = Strategy(ModelDrafter(target, 6, ratio=1.0), Rejection(), 2)
+    said = []
+    for strategies in ([filtered], [filtered, plain], [plain]):
+        begin_cell()
+        replay(target, strategies, outputs)
+        said.append(provenance(of_cell=True)["kernels"])
+        assert (self_check.failure.cache_info().misses == 0) is (len(said) == 1)
+    fused = f"{DEVICE}: a replay's reduction (self-check passed)"
+    assert said == [f"{DEVICE}: reference", f"{fused}; {DEVICE}: reference", fused]

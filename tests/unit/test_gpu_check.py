@@ -84,6 +84,58 @@ def test_missing_and_old_packages_are_found_and_the_command_names_them(monkeypat
     assert "random weights" in said
 
 
+def without(monkeypatch, *packages):
+    """As if these were not installed."""
+    version, find_spec = check.importlib.metadata.version, check.importlib.util.find_spec
+    modules = {check.MODULES.get(package, package) for package in packages}
+
+    def version_of(package):
+        if package in packages:
+            raise check.importlib.metadata.PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr(check.importlib.metadata, "version", version_of)
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None if name in modules else find_spec(name))
+
+
+def test_without_transformers_and_pandas_they_are_listed_and_the_parts_left_out(tmp_path, monkeypatch, capsys):
+    without(monkeypatch, "transformers", "pandas")
+    assert check.main(["--missing"]) == 0
+    said = capsys.readouterr().out
+    assert "  transformers: not installed\n" in said
+    assert "  pandas: not installed\n" in said
+    assert "pip install -c constraints.txt --target build/carried transformers\n" in said
+    assert "pip install --no-deps -c constraints.txt --target build/carried pandas" in said
+    assert check.main(["--dry-run", "--folder", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("| skipped | 0 | needs transformers, pandas |") == 3
+
+
+def test_without_torch_nothing_is_run_and_the_list_is_said(tmp_path, monkeypatch, capsys):
+    without(monkeypatch, "torch")
+    assert check.main(["--dry-run", "--folder", str(tmp_path / "new")]) == 2
+    said = capsys.readouterr().err
+    assert "  torch: not installed\n" in said
+    assert said.endswith("gpu-check: expected torch to be installed\n")
+    assert not (tmp_path / "new").exists()
+    assert check.main(["--missing"]) == 0
+    assert "torch is not brought along" in capsys.readouterr().out
+
+
+def test_without_packaging_no_version_is_judged(monkeypatch, capsys):
+    without(monkeypatch, "packaging")
+    monkeypatch.setitem(sys.modules, "packaging.specifiers", None)  # importing it raises
+    assert check.main(["--missing"]) == 0
+    assert "  packaging: not installed\n" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_said_by_a_python_that_has_nothing():
+    bare = [sys.executable, "-I", "-S", "tests/gpu/check.py", "--missing"]  # no site-packages
+    shown = subprocess.run(bare, cwd=check.ROOT, capture_output=True, text=True, check=True)
+    assert "  torch: not installed\n" in shown.stdout
+    assert not shown.stderr
+
+
 def part(code, limit_s=20.0, needs=(), tables=None):
     return check.Part("p", needs, ("-c", code), limit_s, {"SAID": "so"}, tables)
 

@@ -15,7 +15,7 @@ from spectoolkit.studies import kernel_benchmark
 pytest.importorskip("triton")
 
 HAS_GPU = torch.cuda.is_available()
-FEW = ["study.vocab_sizes=[40]", "study.batch_sizes=[2]", "study.num_rows=2", "study.copied_mib=1"]
+FEW = ["study.vocab_sizes=[40]", "study.batch_sizes=[2]", "study.num_rows=[2]", "study.copied_mib=1"]
 DRY = ["study.device=cpu", "study.interpret=true"]
 
 
@@ -38,15 +38,23 @@ def test_it_runs_and_every_verdict_is_the_reference_s(tmp_path):
 
 
 def test_on_a_cpu_a_replay_s_reduction_is_compared_with_the_plain_expression(tmp_path):
-    where = ["study.device=cpu", "study.vocab_sizes=[40,300]", "study.num_rows=20", "study.repetitions=2"]
+    where = ["study.device=cpu", "study.vocab_sizes=[40,300]", "study.num_rows=[20,3]", "study.repetitions=2"]
     text = config.plan(["experiment=kernel_benchmark", *where, f"folder={tmp_path}"]).run()
     table = pd.read_csv(tmp_path / "reduction_on_cpu.csv")
-    assert table[["vocab_size", "rule"]].apply(tuple, axis=1).tolist() == [
-        (v, rule) for v in (40, 300) for rule in ("rejection", "coupled")
+    assert table[["vocab_size", "rows", "rule"]].apply(tuple, axis=1).tolist() == [
+        (v, rows, rule)
+        for v in (40, 300)
+        for rows in (32, 3)  # of at most 16 sequences, as many positions of each as are needed
+        for rule in ("rejection", "coupled")
     ]
-    assert (table["rows"] == 32).all()  # 16 sequences, as many positions of each as are needed
     assert (table["largest_relative_difference"] < 1e-4).all()
-    assert (table["plain_over_replay"] > 0).all()
+    for name in ("replay_s", "plain_s", "plain_over_replay", "plain_with_overlap_over_replay"):
+        assert (table[f"{name}_min"] > 0).all()
+        assert (table[f"{name}_min"] <= table[name]).all()
+        assert (table[name] <= table[f"{name}_max"]).all()
+    row = table.iloc[0]
+    shown = [f"{row[f'plain_over_replay{end}']:.2f}" for end in ("", "_min", "_max")]
+    assert "{} ({} to {})".format(*shown) in text
     assert "no GPU is measured" in text
 
 
@@ -104,7 +112,8 @@ def test_the_bytes_are_those_of_the_reads():
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
-        ("study.num_rows=0", r"study.num_rows: expected integers >= 1, got \[0\]"),
+        ("study.num_rows=[8,0]", r"study.num_rows: expected integers >= 1, got \[8, 0\]"),
+        ("study.num_rows=[]", r"study.num_rows: expected integers >= 1, got \[\]"),
         ("study.repetitions=0", r"study.repetitions: expected integers >= 1, got \[0\]"),
         ("study.vocab_sizes=[]", r"study.vocab_sizes: expected integers >= 1, got \[\]"),
         ("study.vocab_sizes=[300,-1]", r"study.vocab_sizes: expected integers >= 1, got \[300, -1\]"),
