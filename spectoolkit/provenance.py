@@ -68,7 +68,8 @@ def device_name() -> str:
     """The GPU's name, or the processor's with the number of threads that torch uses."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    return f"{_processor()}, {num_threads} {'thread' if num_threads == 1 else 'threads'}"
 
 
 def _processor() -> str:

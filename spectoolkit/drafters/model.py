@@ -176,7 +176,7 @@ class ModelDrafter:
         `sampling` holds the requests' own parameters.
 
         Raises:
-            InvalidLogitsError: no distribution follows from a row, where asking costs nothing: on a CPU.
+            InvalidLogitsError: no distribution follows from a row, on a CPU; elsewhere the loop finds out.
         """
         num_draft_tokens, device = noise.uniforms.shape[1], logits.device
         is_even = min(max_tokens.tolist()) >= num_draft_tokens
