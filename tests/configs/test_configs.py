@@ -30,6 +30,7 @@ STUDIES_OF_REAL_MODELS = {
     "cpu_settings",
     "train_draft_head",
     "train_draft_head_composed",
+    "train_draft_head_gpu",
 }
 BENCHMARKS = {"replay_benchmark"}  # measure every time
 TESTED_ELSEWHERE = {"speed", "kernel_benchmark", "batched_verification", "batched_verification_ngram"}  # likewise
