@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from spectoolkit.interfaces import LanguageModel
+from spectoolkit.laps import Laps
 
 FORWARDS = ("prefill", "score")
 
@@ -31,30 +32,18 @@ def now(device: torch.device) -> float:
 class Spans:
     """The time between pairs of marks, without waiting for the device at any of them.
 
-    On a GPU a mark is an event in its queue, so a span lasts from when the device reached the first to when it reached
-    the second: its own work in between, or the launching of it where that takes longer.
+    On a GPU a mark is an event in its queue (`laps`), so a span lasts from when the device reached the first to when it
+    reached the second: its own work in between, or the launching of it where that takes longer.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
+        self._laps = Laps(device)
+        self.mark = self._laps.mark
         """Begin a span, or end the one that has begun."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
 
     def seconds(self) -> float:
-        """Of all spans together; only here is the device waited for."""
-        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
-        return sum(end - begin for begin, end in pairs)
+        """Of all spans together, when all have ended; only here is the device waited for."""
+        return sum(self._laps.seconds[::2])
 
 
 @dataclass
