@@ -148,14 +148,9 @@ def is_drafted(lengths: Tensor, num_draft_tokens: int) -> Tensor:
     return places(num_draft_tokens, lengths.device) < lengths[:, None]
 
 
-def prefix_length(accepted: Tensor, lengths: Tensor) -> Tensor:
-    """Length [B] of the accepted prefix: leading True entries of `accepted` [B, K] among the first `lengths` [B]."""
-    return leading(accepted & is_drafted(lengths, accepted.shape[1]))
-
-
-def leading(passed: Tensor) -> Tensor:
-    """Number [B] of True entries of `passed` [B, K] in front of the first False."""
-    return passed.cumprod(-1).sum(-1)
+def prefix_length(accepted: Tensor) -> Tensor:
+    """Length [B] of the accepted prefix: True entries of `accepted` [B, K], False past the lengths, before a False."""
+    return accepted.cumprod(-1).sum(-1)
 
 
 def matched_block(sampled: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,7 +160,7 @@ def matched_block(sampled: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Ten
         Accepted prefix [B], emitted block [B, K+1], and which of `tokens` [B, K] match [B, K].
     """
     matched = is_drafted(lengths, tokens.shape[1]) & (tokens == sampled[:, :-1])
-    num_accepted = prefix_length(matched, lengths)
+    num_accepted = prefix_length(matched)
     position = places(sampled.shape[1], sampled.device)
     return num_accepted, torch.where(position <= num_accepted[:, None], sampled, -1), matched
 

@@ -29,7 +29,7 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
         cumulated = probs.contiguous().cumsum(-1, dtype=torch.float64)
         # u <= 1 - 2^-53, so that u F is below F when it is rounded, but where F is denormal in float64.
         goal = uniforms * cumulated[..., -1]
-        return _first_above(cumulated, goal, probs, is_above_all=probs.dtype == torch.float64)
+        return _first_above(cumulated, goal, probs, may_exceed=probs.dtype == torch.float64)
     # Two levels, because a float64 running sum over a whole vocabulary costs tens of times more than sums of chunks.
     width = min(_CHUNK, vocab_size)
     num_whole = vocab_size // width
@@ -41,12 +41,12 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     )
     cumulated = masses.cumsum(-1)
     goal = uniforms.to(torch.float64) * cumulated[..., -1]
-    chunk = _first_above(cumulated, goal, masses, is_above_all=True)
+    chunk = _first_above(cumulated, goal, masses, may_exceed=True)
     before = torch.nn.functional.pad(cumulated, (1, 0)).gather(-1, chunk[..., None])
     ids = chunk[..., None] * width + torch.arange(width, device=probs.device)
     weights = probs.gather(-1, ids.clamp(max=vocab_size - 1)).to(torch.float64).masked_fill(ids >= vocab_size, 0)
     # A chunk's running sum may end, by rounding, below the sum of the chunk that chose it.
-    offset = _first_above(weights.cumsum(-1), goal - before.squeeze(-1), weights, is_above_all=True)
+    offset = _first_above(weights.cumsum(-1), goal - before.squeeze(-1), weights, may_exceed=True)
     return (chunk * width + offset).clamp(max=vocab_size - 1)
 
 
@@ -68,17 +68,17 @@ def gumbel_max(probs: Tensor, keys: Tensor) -> Tensor:
     return torch.cat([(part / exponentials(key, vocab_size)).argmax(-1) for part, key in parts]).view(keys.shape)
 
 
-def _first_above(cumulated: Tensor, goal: Tensor, weights: Tensor, *, is_above_all: bool) -> Tensor:
+def _first_above(cumulated: Tensor, goal: Tensor, weights: Tensor, *, may_exceed: bool) -> Tensor:
     """First index with `cumulated > goal` and positive weight; the last one with positive weight if there is none.
 
-    `is_above_all` says that there may be none.
+    `may_exceed`: whether a goal may lie at or behind the end of its sum, so that there is none.
 
     Asking for positive weight is not redundant: a parallel running sum need not be monotonic. One on a CPU is, so that
     a search finds the same index, in a tenth of the operations.
     """
     size = weights.shape[-1]
     if cumulated.device.type == "cpu" and not has_torch_function_unary(goal):
-        if is_above_all:
+        if may_exceed:
             goal = torch.minimum(goal, cumulated[..., -1].nextafter(_BELOW))
         found = torch.searchsorted(cumulated, goal[..., None].contiguous(), right=True).squeeze(-1)
         return found.clamp_(max=size - 1)  # NaN is behind everything

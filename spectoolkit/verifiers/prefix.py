@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import Proposal, Uniforms, Verdict
-from spectoolkit.functional.acceptance import emitted_block, is_drafted, leading, probs_of, take
+from spectoolkit.functional.acceptance import emitted_block, is_drafted, prefix_length, probs_of, take
 from spectoolkit.functional.draw import draw
 from spectoolkit.verifiers.draft_law import draft_prob
 
@@ -35,7 +35,7 @@ def prefix_verdict(
     At the first rejected position n the output goes on with a token of the weights that `recover` gives, behind a whole
     accepted proposal with a sample of p_n; both are drawn with `emit[:, n]`. `accepted` becomes `judged_alone`.
     """
-    num_accepted = leading(accepted)
+    num_accepted = prefix_length(accepted)
     row = take(target_probs, num_accepted)
     is_bonus = (num_accepted == proposal.lengths)[:, None]
     weights = torch.where(is_bonus, row, recover(row, proposal, num_accepted))

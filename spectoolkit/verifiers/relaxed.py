@@ -70,6 +70,6 @@ class Relaxed:
         tokens, lengths = proposal.tokens, proposal.lengths
         passed = relaxed_test(target_probs[:, :-1], tokens, self.top_n, self.delta)
         accepted = passed & is_drafted(lengths, tokens.shape[1])
-        num_accepted = prefix_length(accepted, lengths)
+        num_accepted = prefix_length(accepted)
         last = take(target_probs, num_accepted).argmax(-1)
         return Verdict(num_accepted, emitted_block(tokens, num_accepted, last), judged_alone=accepted)

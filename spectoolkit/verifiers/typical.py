@@ -99,7 +99,7 @@ class Typical:
         threshold = typical_threshold(rows, self.epsilon, self.delta)
         is_typical = probs_of(rows, tokens) > threshold * (1 + TYPICAL_TOLERANCE)
         accepted = is_typical & is_drafted(lengths, tokens.shape[1])
-        num_accepted = prefix_length(accepted, lengths)
+        num_accepted = prefix_length(accepted)
 
         row = take(target_probs, num_accepted)
         last = draw(row, take(uniforms.emit, num_accepted))

@@ -131,8 +131,14 @@ def test_typical_threshold(probs: list[float], expected: float, dtype: torch.dty
 
 def test_prefix_length_stops_at_the_first_rejection_and_at_the_end_of_the_proposal() -> None:
     accepted = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]).bool()
-    assert acceptance.prefix_length(accepted, torch.tensor([3, 3, 2, 3, 0])).tolist() == [1, 3, 2, 0, 0]
-    assert acceptance.prefix_length(torch.empty(2, 0, dtype=torch.bool), torch.tensor([0, 0])).tolist() == [0, 0]
+    assert acceptance.prefix_length(accepted & acceptance.is_drafted(torch.tensor([3, 3, 2, 3, 0]), 3)).tolist() == [
+        1,
+        3,
+        2,
+        0,
+        0,
+    ]
+    assert acceptance.prefix_length(torch.empty(2, 0, dtype=torch.bool)).tolist() == [0, 0]
 
 
 def test_emitted_block() -> None:

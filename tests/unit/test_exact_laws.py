@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import Dense, PointMass, Proposal, Uniforms, Verdict
-from spectoolkit.functional.acceptance import emitted_block, overlap, prefix_length, probs_of, residual, take
+from spectoolkit.functional.acceptance import (
+    emitted_block,
+    is_drafted,
+    overlap,
+    prefix_length,
+    probs_of,
+    residual,
+    take,
+)
 from spectoolkit.functional.draw import draw
 from spectoolkit.functional.theory import expected_acceptance_length
 from spectoolkit.interfaces import Verifier
@@ -271,7 +279,7 @@ class Wrong:
         p, q = probs_of(target_probs[:, :-1], tokens), probs_of(draft_probs, tokens)
         passed = {"ratio": uniforms.accept * q < p, "target": uniforms.accept < p, "or equal": uniforms.accept * q <= p}
         accepted = passed[self.accept]
-        num_accepted = prefix_length(accepted, proposal.lengths)
+        num_accepted = prefix_length(accepted & is_drafted(proposal.lengths, accepted.shape[1]))
         target_row = take(target_probs, num_accepted)
         position = num_accepted.clamp(max=tokens.shape[1] - 1)
         draft_row, token = take(draft_probs, position), take(tokens, position)[:, None]
