@@ -13,8 +13,8 @@ from torch import Tensor
 from spectoolkit.datatypes import Completion, DraftNoise, Judged, Proposal, Request, StepRecord, Uniforms
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.noise import Role, chain_uniforms, position_keys, request_key, request_states, uniforms
-from spectoolkit.functional.noise_ahead import NoiseAhead
-from spectoolkit.functional.ragged import pad_rows, to_device
+from spectoolkit.functional.noise_ahead import NoiseAhead, StepNoise
+from spectoolkit.functional.ragged import to_device
 from spectoolkit.interfaces import LanguageModel
 from spectoolkit.laps import Laps
 from spectoolkit.sampling import SamplingState
@@ -77,7 +77,7 @@ class Batch:
         rows: the running requests, in the order of the models' rows.
         sampling: their sampling parameters and histories.
         last_tokens: [B, 1], the last committed token of each, on the target's device.
-        draft_budget: [B] on the host, how many tokens may be drafted: K, and one less than may still be emitted.
+        max_tokens: how many tokens may be drafted in each row: K, and one less than may still be emitted.
 
     `keeps_histories` has `sampling` count tokens where no request asks for it (`Penalties.of`).
     """
@@ -97,7 +97,7 @@ class Batch:
         self._num_draft_tokens = num_draft_tokens
         self._num_chains = num_chains
         self._waiting = deque(requests)
-        self._step_noise: tuple[Tensor, Tensor] | None = None  # of one chain, between its drafting and its verification
+        self._step_noise: StepNoise | None = None  # of one chain, between its drafting and its verification
         self.rows = [Row(self._waiting.popleft()) for _ in range(min(batch_size, len(requests)))]
         self._rows_changed()
 
@@ -107,40 +107,41 @@ class Batch:
 
     def draft_noise(self) -> DraftNoise:
         """Noise of K positions, K the largest draft budget of the batch."""
-        width = max(self._budget)
+        width = max(self.max_tokens)
         if self._num_chains is not None:
             return draft_noise(self._seeds, self._request_keys, self._starts(), width, self._num_chains)
         starts = self.sampling.num_tokens
         noise = None if self._ahead is None else self._ahead.at(starts)
         if noise is None:
-            self._ahead = NoiseAhead.of(self._request_states, starts, self._num_draft_tokens + 1)
+            self._ahead = NoiseAhead.of(self._request_states, starts, self._num_draft_tokens)
             noise = self._ahead.at(starts)
             assert noise is not None
-        self._step_noise = numbers, keys = noise
-        return DraftNoise(numbers[:, Role.DRAFT, :width], keys[:, :width])
+        self._step_noise = noise
+        return DraftNoise(noise.draft if width == self._num_draft_tokens else noise.draft[:, :width], noise.keys[:, :width])
 
     def verify_noise(self, proposal: Proposal) -> Uniforms:
         """The noise that judges `proposal`, whose own was `draft_noise`."""
         width = proposal.tokens.shape[-1]
-        # A drafter may pad further than it was asked for.
-        if self._step_noise is None or self._step_noise[1].shape[1] <= width:
+        noise = self._step_noise
+        if noise is None or width > self._num_draft_tokens:  # a drafter may pad further than it was asked for
             return verify_noise(self._seeds, self._request_keys, self._starts(), width, self._num_chains)
-        numbers, keys = self._step_noise
-        if width + 1 < keys.shape[1]:
-            numbers, keys = numbers[..., : width + 1], keys[:, : width + 1]
-        return Uniforms(numbers[:, Role.ACCEPT, :width], numbers[:, Role.EMIT], keys)
+        if width == self._num_draft_tokens:
+            return Uniforms(noise.accept, noise.emit, noise.keys)
+        return Uniforms(noise.accept[:, :width], noise.emit[:, : width + 1], noise.keys[:, : width + 1])
 
     def _starts(self) -> Tensor:
         return to_device(torch.tensor(self.sampling.num_tokens), self._seeds.device)
 
-    def commit(self, proposal: Proposal, judged: Judged, keeps_law: bool) -> tuple[Tensor, Tensor | None]:
+    def commit(
+        self, proposal: Proposal, judged: Judged, keeps_law: bool
+    ) -> tuple[list[list[int]], Tensor | None]:
         """Take over a verdict: cut every block where its request ends, and record the step.
 
         `keeps_law` is that of the verifier.
 
         Returns:
-            [B, <= K+1] what each row emitted, padded, and [B] the chain that the verdict names, if it names any; on the
-            host. The one copy from device to host of a step happens here.
+            What each row emitted, up to K+1 tokens; and [B] the chain that the verdict names, on the host, if it names
+            any. The one copy from device to host of a step happens here.
 
         Raises:
             InvalidLogitsError, ContractError: what `proposal` or `judged` says was wrong on the device.
@@ -164,11 +165,10 @@ class Batch:
             row.output += kept
             row.draft_bytes_per_token = max(row.draft_bytes_per_token, draft_bytes)
             emitted.append(kept)
-        committed = pad_rows(emitted)
-        self.sampling = self.sampling.commit(committed)
+        self.sampling = self.sampling.commit(emitted)
         self._advanced()
         chains = [row.chain for row in decided if row.chain is not None]
-        return committed, torch.tensor(chains) if chains else None
+        return emitted, torch.tensor(chains) if chains else None
 
     def check_proposal(self, proposal: Proposal) -> None:
         """Refuse a proposal before anything is made of it; this waits for the device.
@@ -182,7 +182,7 @@ class Batch:
 
     def _check_lengths(self, proposal: Proposal, lengths: Sequence[int]) -> None:
         width = proposal.tokens.shape[-1]
-        for row, length, budget in zip(self.rows, lengths, self._budget, strict=True):
+        for row, length, budget in zip(self.rows, lengths, self.max_tokens, strict=True):
             if not 0 <= length <= min(budget, width):
                 raise ContractError(
                     f"proposal.lengths: expected 0 to {min(budget, width)} drafts of request {row.request.id!r} "
@@ -243,8 +243,7 @@ class Batch:
     def _advanced(self) -> None:
         last = [[(row.output or row.request.prompt)[-1]] for row in self.rows]
         self.last_tokens = to_device(torch.tensor(last), self._target.device)
-        self._budget = [min(self._num_draft_tokens, row.remaining - 1) for row in self.rows]
-        self.draft_budget = torch.tensor(self._budget)
+        self.max_tokens = [min(self._num_draft_tokens, row.remaining - 1) for row in self.rows]
 
 
 class _Decided(NamedTuple):

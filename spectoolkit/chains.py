@@ -15,7 +15,7 @@ from spectoolkit.datatypes import Proposal, Verdict
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.ragged import repeated, to_device
 from spectoolkit.interfaces import LanguageModel
-from spectoolkit.sampling import SamplingState, are_faults
+from spectoolkit.sampling import SamplingState
 
 
 def score_proposal(target: LanguageModel, state: Any, last_tokens: Tensor, proposal: Proposal) -> tuple[Tensor, Any]:
@@ -41,10 +41,14 @@ def on_device(proposal: Proposal, device: torch.device) -> Proposal:
 
 
 def proposal_rows(sampling: SamplingState, logits: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """Target rows [B, K+1, V], or [B, C, K+1, V] of chains, of the logits of `score_proposal`; faults [B * C, K+1]."""
-    probs, marks = sampling.repeat(proposal.num_chains or 1).rows(logits, proposal.tokens.flatten(0, -2))
-    probs = probs if proposal.num_chains is None else probs.unflatten(0, (-1, proposal.num_chains))
-    return probs, are_faults(marks)
+    """Target rows [B, K+1, V], or [B, C, K+1, V] of chains, of the logits of `score_proposal`.
+
+    And marks [B * C, K+1] as in `SamplingState.rows`.
+    """
+    if proposal.num_chains is None:
+        return sampling.rows(logits, proposal.tokens)
+    probs, marks = sampling.repeat(proposal.num_chains).rows(logits, proposal.tokens.flatten(0, 1))
+    return probs.unflatten(0, (-1, proposal.num_chains)), marks
 
 
 def proposal_probs(sampling: SamplingState, logits: Tensor, proposal: Proposal) -> Tensor:
@@ -53,8 +57,8 @@ def proposal_probs(sampling: SamplingState, logits: Tensor, proposal: Proposal) 
     Raises:
         InvalidLogitsError: as `SamplingState.probs`.
     """
-    probs, faults = proposal_rows(sampling, logits, proposal)
-    sampling.repeat(proposal.num_chains or 1).refuse(faults, proposal.tokens.flatten(0, -2), "target")
+    probs, marks = proposal_rows(sampling, logits, proposal)
+    sampling.repeat(proposal.num_chains or 1).check(marks, proposal.tokens.flatten(0, -2), "target")
     return probs
 
 

@@ -20,7 +20,7 @@ from spectoolkit.datatypes import Completion, Proposal, Request
 from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import take
-from spectoolkit.functional.ragged import row_lengths, to_device
+from spectoolkit.functional.ragged import pad_rows, to_device
 from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier, reads_histories
 from spectoolkit.kernels.dispatch import judge, parse_switch
 from spectoolkit.laps import Laps
@@ -67,7 +67,7 @@ def decode(
     while batch.rows:
         laps = Laps(target.device)
         laps.mark()
-        proposal, draft_state = drafter.propose(draft_state, batch.sampling, batch.draft_budget, batch.draft_noise())
+        proposal, draft_state = drafter.propose(draft_state, batch.sampling, batch.max_tokens, batch.draft_noise())
         proposal = on_device(proposal, target.device)
         if target.device.type == "cpu":  # elsewhere this would wait for the device: `commit` learns of it
             batch.check_proposal(proposal)
@@ -84,10 +84,10 @@ def decode(
         if observe is not None:
             assert target_probs is not None  # kept on request
             rows = target_probs if verdict.chain is None else take(target_probs, verdict.chain)
-            observe(batch.sampling.request_ids, rows, proposal, to_device(emitted, target.device))
+            observe(batch.sampling.request_ids, rows, proposal, to_device(pad_rows(emitted), target.device))
         target_state = keep_chain(target, target_state, proposal, replace(verdict, chain=chain))
-        target_state = target.rollback(target_state, torch.tensor(batch.sampling.num_tokens) - 1)
-        features = _features(target, drafter, target_state, row_lengths(emitted))
+        target_state = target.rollback(target_state, [number - 1 for number in batch.sampling.num_tokens])
+        features = _features(target, drafter, target_state, list(map(len, emitted)))
         draft_state = drafter.commit(draft_state, emitted, features)
         laps.mark()
         batch.record_laps(laps)
@@ -105,12 +105,12 @@ def decode(
 def _start(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
     """Target state, which lacks each prompt's last token, and draft state of fresh requests."""
     target_state = target.prefill([prompt[:-1] for prompt in prompts])
-    num_cached = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    num_cached = [len(prompt) - 1 for prompt in prompts]
     return target_state, drafter.start(prompts, _features(target, drafter, target_state, num_cached))
 
 
-def _features(target: LanguageModel, drafter: Drafter, state: Any, num_tokens: Tensor) -> Tensor | None:
-    """The features that the drafter reads of the last `num_tokens` [B] cached tokens, if it reads any."""
+def _features(target: LanguageModel, drafter: Drafter, state: Any, num_tokens: Sequence[int]) -> Tensor | None:
+    """The features that the drafter reads of the last `num_tokens` (B) cached tokens, if it reads any."""
     return cast(FeatureModel, target).features(state, num_tokens) if drafter.feature_layers else None
 
 

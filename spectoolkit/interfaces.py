@@ -62,8 +62,8 @@ class LanguageModel(Protocol):
         """
         ...
 
-    def rollback(self, state: Any, lengths: Tensor) -> Any:
-        """Keep the first `lengths` [B], on the host, cached tokens of each row; they never exceed the current ones."""
+    def rollback(self, state: Any, lengths: Sequence[int]) -> Any:
+        """Keep the first `lengths` (B) cached tokens of each row; they never exceed the current ones."""
         ...
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
@@ -108,11 +108,8 @@ class FeatureModel(LanguageModel, Protocol):
 
     feature_layers: tuple[int, ...]
 
-    def features(self, state: Any, num_tokens: Tensor) -> Tensor:
-        """[B, max(num_tokens), F] of the last `num_tokens` [B] cached tokens of each row, in order, then zeros.
-
-        The numbers may be on the host.
-        """
+    def features(self, state: Any, num_tokens: Sequence[int]) -> Tensor:
+        """[B, max(num_tokens), F] of the last `num_tokens` (B) cached tokens of each row, in order, then zeros."""
         ...
 
 
@@ -140,8 +137,8 @@ class DraftStream(Protocol):
         """Logits [B, 1, V'] behind draft tokens [B, 1], the first ones or those that follow them."""
         ...
 
-    def commit(self, state: Any, emitted: Tensor, features: Tensor | None) -> Any:
-        """Forget the drafts and take over the `emitted` tokens [B, N], as in `Drafter.commit`."""
+    def commit(self, state: Any, emitted: Sequence[Sequence[int]], features: Tensor | None) -> Any:
+        """Forget the drafts and take over the `emitted` tokens, as in `Drafter.commit`."""
         ...
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
@@ -204,18 +201,17 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
+        self, state: Any, sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, Any]:
-        """At most `max_tokens` [B] tokens per row (some may be 0), drawn with `noise` of K = max(max_tokens) positions.
+        """At most `max_tokens` (B) tokens per row (some may be 0), drawn with `noise` of K = max(max_tokens) positions.
 
-        `sampling` holds the requests' parameters and token histories as of the start of the step. `max_tokens` is on
-        the host, `sampling` and `noise` on the target's device. So is the law to be; tokens and lengths of the proposal
-        may be on the host.
+        `sampling` holds the requests' parameters and token histories as of the start of the step. `sampling` and
+        `noise` are on the target's device. So is the law to be; tokens and lengths of the proposal may be on the host.
         """
         ...
 
-    def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> Any:
-        """Take over `emitted` [B, <= K+1], padded with `PAD`, on the host: the tokens that the step added to each row.
+    def commit(self, state: Any, emitted: Sequence[Sequence[int]], features: Tensor | None = None) -> Any:
+        """Take over `emitted`, B times up to K+1 tokens: what the step added to each row.
 
         `features` [B, <= K+1, F] are those of the token before each, whose law it was drawn from.
         """

@@ -17,23 +17,23 @@ class Laps:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[Any] = []
 
     def mark(self) -> None:
         """Note the present moment."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append(event)
-        else:
+        if self._stream is None:
             self._marks.append(time.perf_counter())
+        else:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self._stream)
+            self._marks.append(event)
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
         """Between one mark and the next: drafting, the target's forward, and verification with all else."""
         pairs = list(itertools.pairwise(self._marks))
-        if self._device.type != "cuda":
+        if self._stream is None:
             return tuple(end - begin for begin, end in pairs)
         self._marks[-1].synchronize()
         return tuple(begin.elapsed_time(end) / 1000 for begin, end in pairs)

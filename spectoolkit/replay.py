@@ -24,7 +24,7 @@ from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
 from spectoolkit.functional import renewal
 from spectoolkit.functional.conditional import GivenOutput
-from spectoolkit.functional.ragged import pad_rows
+from spectoolkit.functional.ragged import pad_rows, unpad_rows
 from spectoolkit.interfaces import (
     Drafter,
     DraftStream,
@@ -245,7 +245,7 @@ class _Scorer:
         """The same for every depth of a step, so once."""
         yield self.logits(begin, end)
 
-    def last_features(self, num_tokens: Tensor) -> Tensor:
+    def last_features(self, num_tokens: Sequence[int]) -> Tensor:
         """Features of the tokens scored last (`interfaces.FeatureModel`)."""
         return cast(FeatureModel, self._model).features(self._state, num_tokens)
 
@@ -255,17 +255,17 @@ class _UnrolledScorer:
 
     def __init__(self, model: UnrolledStream, group: _Group, num_depths: int, target: _Scorer) -> None:
         self._model, self._inputs, self._num_depths, self._target = model, group.inputs, num_depths, target
-        num_cached = torch.tensor([len(prompt) - 1 for prompt in group.prompts], device=model.device)
+        num_cached = [len(prompt) - 1 for prompt in group.prompts]
         features = target.last_features(num_cached)
         self._past = model.unroll_start(group.prompts, features)
         # Of the first row: the token before the last of the prompt.
-        last = (num_cached - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
+        last = torch.tensor([max(number - 1, 0) for number in num_cached], device=model.device)
+        last = last[:, None, None].expand(-1, 1, features.shape[2])
         self._before = features.gather(1, last) if features.shape[1] else features.new_zeros(last.shape)
 
     def by_depth(self, begin: int, end: int) -> Iterator[Tensor]:
         """Per depth, [B, end - begin, V] of the output tokens at these positions, the target having scored them."""
-        num_rows = self._inputs.shape[0]
-        scored = self._target.last_features(torch.full((num_rows,), end - begin, device=self._model.device))
+        scored = self._target.last_features([end - begin] * len(self._inputs))
         features = torch.cat([self._before, scored[:, :-1]], dim=1)
         self._before = scored[:, -1:]
         states, self._past = self._model.unroll(self._past, self._inputs[:, begin:end], features, self._num_depths)
@@ -287,12 +287,13 @@ def _by_start(drafter: Drafter, num_draft_tokens: int, group: _Group) -> tuple[T
     noise = DraftNoise(torch.zeros(num_rows, num_draft_tokens, dtype=torch.float64))  # a point mass draws nothing
     state = drafter.start(group.prompts)
     for s in range(num_positions):
-        proposal, state = drafter.propose(state, group.sampling, group.budget[:, s].clamp(max=num_draft_tokens), noise)
+        max_tokens = group.budget[:, s].clamp(max=num_draft_tokens).tolist()
+        proposal, state = drafter.propose(state, group.sampling, max_tokens, noise)
         proposed = proposal.tokens.cpu()
         width = proposed.shape[1]
         equal[:, s, :width] = ((proposed == following[:, s, :width]) & (proposed >= 0)).to(torch.float64)
         drafted[:, s] = proposal.lengths.cpu()
-        state = drafter.commit(state, tokens[:, s : s + 1])
+        state = drafter.commit(state, unpad_rows(tokens[:, s : s + 1]))
     return equal, drafted
 
 

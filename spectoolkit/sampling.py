@@ -6,6 +6,7 @@ takes a plain softmax where it is one. Greedy drafts need no probabilities: `lar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,8 +16,41 @@ from torch import Tensor
 
 from spectoolkit.datatypes import SamplingParams
 from spectoolkit.errors import ContractError, InvalidLogitsError, UsageError
-from spectoolkit.functional.ragged import to_device
+from spectoolkit.functional.ragged import pad_rows, to_device
 from spectoolkit.functional.warp import SMALLEST_TEMPERATURE, Penalties, penalise, warp
+
+
+@dataclass(frozen=True)
+class RowParams:
+    """The parameters of `functional.warp.warp` for B requests, the same in all their steps.
+
+    Attributes:
+        temperature: [B] float64.
+        top_k, top_p, min_p: [B], or None where no request uses the filter.
+        is_greedy: whether T = 0 in all rows (True) or in none (False); None: in some, or it is not known.
+    """
+
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    is_greedy: bool | None
+
+    def repeat(self, times: int) -> RowParams:
+        """Of [B * C] requests, C = `times` equal ones for each, one behind the other."""
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p)
+        repeated = [None if column is None else column.repeat_interleave(times, 0) for column in columns]
+        return RowParams(*repeated, is_greedy=self.is_greedy)  # pyright: ignore[reportArgumentType]  # T is there
+
+    @cached_property
+    def is_softmax(self) -> bool:
+        """Whether every row is softmax(logits / T), T > 0."""
+        return self.top_k is None and self.top_p is None and self.min_p is None and self.is_greedy is False
+
+    @cached_property
+    def divisor(self) -> Tensor:
+        """T [B, 1, 1] float32, as `warp` divides by it."""
+        return self.temperature.clamp(min=SMALLEST_TEMPERATURE).to(torch.float32)[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -26,20 +60,14 @@ class SamplingState:
     Attributes:
         request_ids: B names, for error messages.
         num_tokens: B numbers of committed tokens (prompt and output), so the next token has this position.
-        temperature: [B] float64.
-        top_k, top_p, min_p: [B], or None where no request uses the filter.
+        params: temperatures and filters.
         penalties: and token histories, or None where nobody asks for either.
-        is_greedy: whether T = 0 in all rows (True) or in none (False); None: in some, or it is not known.
     """
 
     request_ids: tuple[str, ...]
     num_tokens: tuple[int, ...]
-    temperature: Tensor
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
+    params: RowParams
     penalties: Penalties | None
-    is_greedy: bool | None = None
 
     @staticmethod
     def of(
@@ -71,17 +99,19 @@ class SamplingState:
         return SamplingState(
             request_ids=tuple(request_ids),
             num_tokens=tuple(len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)),
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
-            top_k=column("top_k", 0, torch.int64),
-            top_p=column("top_p", 1.0, torch.float64),
-            min_p=column("min_p", 0.0, torch.float64),
+            params=RowParams(
+                temperature=torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
+                top_k=column("top_k", 0, torch.int64),
+                top_p=column("top_p", 1.0, torch.float64),
+                min_p=column("min_p", 0.0, torch.float64),
+                is_greedy={0: False, len(params): True}.get(sum(p.temperature == 0 for p in params)),
+            ),
             penalties=Penalties.of(params, prompts, outputs, vocab_size, device, keeps_histories=keeps_histories),
-            is_greedy={0: False, len(params): True}.get(sum(p.temperature == 0 for p in params)),
         )
 
     def with_temperature(self, temperature: Tensor, is_greedy: bool | None = None) -> SamplingState:
-        """The same requests at other temperatures [B]; `is_greedy` as the attribute."""
-        return replace(self, temperature=temperature, is_greedy=is_greedy)
+        """The same requests at other temperatures [B]; `is_greedy` as in `RowParams`."""
+        return replace(self, params=replace(self.params, temperature=temperature, is_greedy=is_greedy))
 
     def with_filters(
         self, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
@@ -91,32 +121,25 @@ class SamplingState:
         def column(value: float | None, current: Tensor | None, off: float, dtype: torch.dtype) -> Tensor | None:
             if value is None:
                 return current
-            return None if value == off else torch.full_like(self.temperature, value, dtype=dtype)
+            return None if value == off else torch.full_like(self.params.temperature, value, dtype=dtype)
 
-        return replace(
-            self,
-            top_k=column(top_k, self.top_k, 0, torch.int64),
-            top_p=column(top_p, self.top_p, 1.0, torch.float64),
-            min_p=column(min_p, self.min_p, 0.0, torch.float64),
+        params = replace(
+            self.params,
+            top_k=column(top_k, self.params.top_k, 0, torch.int64),
+            top_p=column(top_p, self.params.top_p, 1.0, torch.float64),
+            min_p=column(min_p, self.params.min_p, 0.0, torch.float64),
         )
+        return replace(self, params=params)
 
     def repeat(self, times: int) -> SamplingState:
         """[B * C] rows, C = `times` equal ones for each request, one behind the other."""
         if times == 1:
             return self
-
-        def repeated(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values.repeat_interleave(times, 0)
-
         return SamplingState(
             request_ids=tuple(request_id for request_id in self.request_ids for _ in range(times)),
             num_tokens=tuple(number for number in self.num_tokens for _ in range(times)),
-            temperature=self.temperature.repeat_interleave(times, 0),
-            top_k=repeated(self.top_k),
-            top_p=repeated(self.top_p),
-            min_p=repeated(self.min_p),
+            params=self.params.repeat(times),
             penalties=None if self.penalties is None else self.penalties.repeat(times),
-            is_greedy=self.is_greedy,
         )
 
     def with_repetition_penalty(self, value: float | None) -> SamplingState:
@@ -129,17 +152,16 @@ class SamplingState:
             return self
         if self.penalties is None:
             raise ContractError(f"penalties: expected token histories for a repetition penalty of {value}, got None")
-        column = None if value == 1 else torch.full_like(self.temperature, value)
+        column = None if value == 1 else torch.full_like(self.params.temperature, value)
         return replace(self, penalties=replace(self.penalties, repetition=column))
 
-    def commit(self, emitted: Tensor) -> SamplingState:
-        """The state after `emitted` [B, N] (padded with -1), which is on the host, was added to the outputs."""
-        counts = [sum(token >= 0 for token in row) for row in emitted.tolist()]
-        num_tokens = tuple(number + count for number, count in zip(self.num_tokens, counts, strict=True))
+    def commit(self, emitted: Sequence[Sequence[int]]) -> SamplingState:
+        """The state after the B rows `emitted` were added to the outputs."""
+        num_tokens = tuple(number + len(block) for number, block in zip(self.num_tokens, emitted, strict=True))
         penalties = self.penalties
         if penalties is not None:
-            penalties = penalties.extend(to_device(emitted, self.temperature.device))
-        return replace(self, num_tokens=num_tokens, penalties=penalties)
+            penalties = penalties.extend(to_device(pad_rows(emitted), self.params.temperature.device))
+        return SamplingState(self.request_ids, num_tokens, self.params, penalties)
 
     def probs(self, logits: Tensor, appended: Tensor, model: str) -> Tensor:
         """Probabilities [B, Q, V] of logits [B, Q, V] whose row i follows the tokens `appended[:, :A - Q + 1 + i]`.
@@ -148,24 +170,26 @@ class SamplingState:
         in the penalties. float32, or float64 for float64 logits. `model` ("target" or "draft") is for error messages.
 
         Raises:
-            InvalidLogitsError: NaN, +inf or no finite entry in a row that belongs to a token (see `refuse`).
+            InvalidLogitsError: NaN, +inf or no finite entry in a row that belongs to a token (see `check`).
         """
         probs, marks = self.rows(logits, appended)
-        self.refuse(are_faults(marks), appended, model)
+        self.check(marks, appended, model)
         return probs
 
     def rows(self, logits: Tensor, appended: Tensor) -> tuple[Tensor, Tensor]:
         """As `probs`, with marks [B, Q] that are finite where a distribution follows: nothing is read back."""
-        if self._is_softmax and logits.dtype != torch.float64:
-            probs = torch.softmax(logits / self._divisor, -1)
+        params = self.params
+        if params.is_softmax and self.penalties is None and logits.dtype != torch.float64:
+            probs = torch.softmax(logits / params.divisor, -1)
         else:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             if self.penalties is not None:
                 wide = penalise(wide, self.penalties, appended)
-            probs = warp(wide, self.temperature, self.top_k, self.top_p, self.min_p, is_greedy=self.is_greedy)
+            filters = (params.top_k, params.top_p, params.min_p)
+            probs = warp(wide, params.temperature, *filters, is_greedy=params.is_greedy)
         # NaN, +inf, no finite entry, or an overflow (a tiny temperature and huge logits) make a softmax NaN throughout.
         marks = probs[..., 0]
-        if self.is_greedy is not False:
+        if params.is_greedy is not False:
             marks = marks + logits.amax(-1)  # amax propagates NaN; -inf: no entry is finite
         return probs, marks
 
@@ -176,29 +200,26 @@ class SamplingState:
             tokens = penalise(logits, self.penalties, appended).argmax(-1)
         return tokens, top
 
+    def check(self, marks: Tensor, appended: Tensor, model: str) -> None:
+        """Refuse rows whose `marks` [B, Q] (`rows`) are not finite; this waits for the device.
+
+        Raises:
+            InvalidLogitsError: as `refuse`.
+        """
+        if not all(map(math.isfinite, marks.flatten().tolist())):
+            self.refuse(are_faults(marks), appended, model)
+
     def refuse(self, faults: Tensor, appended: Tensor, model: str) -> None:
         """Raise for the first of the rows `faults` [B, Q] that belongs to a token; a row behind a -1 does not.
 
         Raises:
             InvalidLogitsError: names the request and the position.
         """
-        if not faults.any():
-            return
         num_before = appended.shape[1] - (faults.shape[1] - 1)
         preceded_by_pad = torch.nn.functional.pad(appended < 0, (1, 0))[:, num_before:]
         for row, offset in (faults & ~preceded_by_pad).nonzero().tolist():
             position = self.num_tokens[row] + num_before + offset
             raise InvalidLogitsError(model, self.request_ids[row], position)
-
-    @cached_property
-    def _is_softmax(self) -> bool:
-        """Whether every row is softmax(logits / T), T > 0."""
-        unfiltered = self.top_k is None and self.top_p is None and self.min_p is None
-        return unfiltered and self.penalties is None and self.is_greedy is False
-
-    @cached_property
-    def _divisor(self) -> Tensor:
-        return self.temperature.clamp(min=SMALLEST_TEMPERATURE).to(torch.float32)[:, None, None]
 
 
 def are_faults(marks: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -61,14 +62,14 @@ class ChainsDrafter(ModelDrafter):
         return Chains(torch.empty(1, self.num_chains, 0, 0), self.with_replacement).bytes_per_token(vocab_size)
 
     def propose(
-        self, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
+        self, state: Any, sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, Any]:
         num_rows, num_chains, num_draft_tokens = noise.uniforms.shape
         if num_draft_tokens == 0:
             device = noise.uniforms.device
             tokens = torch.empty((num_rows, num_chains, 0), dtype=torch.int64, device=device)
             rows = torch.empty((num_rows, num_chains, 0, self.vocab_size), device=device)
-            return Proposal(tokens, max_tokens, Chains(rows, self.with_replacement)), state
+            return Proposal(tokens, torch.tensor(max_tokens), Chains(rows, self.with_replacement)), state
         logits, state = self.stream.first(state)
         # Of several chains a copy is fed; with one, the state itself goes on, as in `ModelDrafter`.
         copied = state if num_chains == 1 else self.stream.select(state, repeated(num_rows, num_chains))
@@ -76,12 +77,12 @@ class ChainsDrafter(ModelDrafter):
             logits.repeat_interleave(num_chains, 0),
             copied,
             sampling.repeat(num_chains),
-            max_tokens.repeat_interleave(num_chains, 0),
+            [budget for budget in max_tokens for _ in range(num_chains)],
             DraftNoise(noise.uniforms.flatten(0, 1)),
         )
         tokens, rows = (part.unflatten(0, (num_rows, num_chains)) for part in (drawn.tokens, drawn.fields[0]))
         faults = None if drawn.faults is None else drawn.faults.unflatten(0, (num_rows, num_chains))
-        proposal = Proposal(tokens, max_tokens, Chains(rows, self.with_replacement), faults)
+        proposal = Proposal(tokens, torch.tensor(max_tokens), Chains(rows, self.with_replacement), faults)
         return proposal, fed if num_chains == 1 else state
 
     def sample(self, probs: Tensor, noise: DraftNoise, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:

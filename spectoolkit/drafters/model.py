@@ -115,11 +115,11 @@ class ModelDrafter:
     def draft_sampling(self, sampling: SamplingState) -> SamplingState:
         """The parameters of the draft rows, given the requests' own."""
         if self.constant is not None:
-            temperature = torch.full_like(sampling.temperature, self.constant)
+            temperature = torch.full_like(sampling.params.temperature, self.constant)
             sampling = sampling.with_temperature(temperature, self.is_argmax)
         elif self.ratio != 1:
-            temperature = sampling.temperature * (self.ratio or 0.0)
-            sampling = sampling.with_temperature(temperature, self.is_argmax or sampling.is_greedy)
+            temperature = sampling.params.temperature * (self.ratio or 0.0)
+            sampling = sampling.with_temperature(temperature, self.is_argmax or sampling.params.is_greedy)
         filters = {name: value for name, value in self._filters().items() if value is not None}
         if filters:
             sampling = sampling.with_filters(**filters)
@@ -157,19 +157,19 @@ class ModelDrafter:
         return self.stream.start(prompts, features)
 
     def propose(
-        self, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
+        self, state: Any, sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, Any]:
         num_rows, num_draft_tokens = noise.uniforms.shape
         if num_draft_tokens == 0:
             tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
-            return Proposal(tokens, max_tokens, PointMass()), state
+            return Proposal(tokens, torch.tensor(max_tokens), PointMass()), state
         logits, state = self.stream.first(state)
         drawn, state = self.draw_tokens(logits, state, sampling, max_tokens, noise)
         law = PointMass() if self.is_argmax else self.sampled_law(*drawn.fields)
-        return Proposal(drawn.tokens, max_tokens, law, drawn.faults), state
+        return Proposal(drawn.tokens, torch.tensor(max_tokens), law, drawn.faults), state
 
     def draw_tokens(
-        self, logits: Tensor, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
+        self, logits: Tensor, state: Any, sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Drawn, Any]:
         """Tokens from the logits [B, 1, V'] of the first ones on, and the stream's state, which was given with them.
 
@@ -179,8 +179,9 @@ class ModelDrafter:
             InvalidLogitsError: no distribution follows from a row, on a CPU; elsewhere the loop finds out.
         """
         num_draft_tokens, device = noise.uniforms.shape[1], logits.device
-        is_even = min(max_tokens.tolist()) >= num_draft_tokens
-        beyond = None if is_even else places(num_draft_tokens, device) >= to_device(max_tokens, device)[:, None]
+        beyond = None
+        if min(max_tokens) < num_draft_tokens:
+            beyond = places(num_draft_tokens, device) >= to_device(torch.tensor(max_tokens), device)[:, None]
         stream, own, is_argmax = self.stream, self.draft_sampling(sampling), self.is_argmax
         # A row with NaN, not refused yet, may give an id that a smaller vocabulary lacks.
         is_fed_as_it_is = not self.draws_pads and stream.vocab_size >= self.vocab_size
@@ -211,11 +212,11 @@ class ModelDrafter:
         found = torch.stack(tokens, 1)
         found = found if beyond is None else found.masked_fill(beyond, PAD)
         fields = tuple(torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
-        faults: Tensor | None = are_faults(torch.cat(marks, 1))
-        if device.type == "cpu":
-            own.refuse(faults, found[:, :-1], "draft")
-            faults = None
-        return Drawn(found, fields, faults), state
+        all_marks = torch.cat(marks, 1)
+        if device.type != "cpu":
+            return Drawn(found, fields, are_faults(all_marks)), state
+        own.check(all_marks, found[:, :-1], "draft")
+        return Drawn(found, fields, faults=None), state
 
     def _rows(
         self, logits: Tensor, own: SamplingState, sampling: SamplingState, appended: Tensor
@@ -230,7 +231,7 @@ class ModelDrafter:
     def _has_own_rows(self) -> bool:
         return type(self).draft_probs is not ModelDrafter.draft_probs
 
-    def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> Any:
+    def commit(self, state: Any, emitted: Sequence[Sequence[int]], features: Tensor | None = None) -> Any:
         return self.stream.commit(state, emitted, features)
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:

@@ -7,6 +7,7 @@ are in `verifiers.negative_controls`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -68,9 +69,9 @@ class TopPOnDraftOnly(ModelDrafter):
             raise UsageError(f"drafter.top_p: expected a number below 1, got {self.top_p!r}")
 
     def propose(
-        self, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
+        self, state: Any, sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, Any]:
-        if sampling.top_p is not None:
+        if sampling.params.top_p is not None:
             raise UsageError("sampling.top_p: expected 1, as this drafter keeps top-p from the target")
         return super().propose(state, sampling, max_tokens, noise)
 

@@ -61,15 +61,16 @@ class NGramDrafter:
         return histories
 
     def propose(
-        self, state: list[History], sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
+        self, state: list[History], sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, list[History]]:
-        found = [self._lookup(history, limit) for history, limit in zip(state, max_tokens.tolist(), strict=True)]
-        lengths = torch.tensor([len(tokens) for tokens in found], device=max_tokens.device)
-        return Proposal(pad_rows(found, max_tokens.device), lengths, PointMass()), state
+        found = [self._lookup(history, limit) for history, limit in zip(state, max_tokens, strict=True)]
+        return Proposal(pad_rows(found), torch.tensor(list(map(len, found))), PointMass()), state
 
-    def commit(self, state: list[History], emitted: Tensor, features: Tensor | None = None) -> list[History]:
-        for history, tokens in zip(state, emitted.tolist(), strict=True):
-            self._extend(history, [token for token in tokens if token >= 0])
+    def commit(
+        self, state: list[History], emitted: Sequence[Sequence[int]], features: Tensor | None = None
+    ) -> list[History]:
+        for history, tokens in zip(state, emitted, strict=True):
+            self._extend(history, tokens)
         return state
 
     def select(self, state: list[History], rows: Sequence[int]) -> list[History]:

@@ -24,12 +24,13 @@ class NoDrafter:
         return None
 
     def propose(
-        self, state: Any, sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
+        self, state: Any, sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, None]:
-        nothing = torch.empty((len(max_tokens), 0), dtype=torch.int64, device=max_tokens.device)
-        return Proposal(nothing, torch.zeros_like(max_tokens), PointMass()), None
+        num_rows = len(max_tokens)
+        nothing = torch.empty((num_rows, 0), dtype=torch.int64)
+        return Proposal(nothing, torch.zeros(num_rows, dtype=torch.int64), PointMass()), None
 
-    def commit(self, state: Any, emitted: Tensor, features: Tensor | None = None) -> None:
+    def commit(self, state: Any, emitted: Sequence[Sequence[int]], features: Tensor | None = None) -> None:
         return None
 
     def select(self, state: Any, rows: Sequence[int]) -> None:

@@ -78,7 +78,7 @@ class ModelStream:
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         logits, cache = self.model.score(state.cache, to_device(tokens, self.device))
         if min(counts) < width:
-            cache = self.model.rollback(cache, torch.tensor(state.num_committed))  # drops what was fed as filling
+            cache = self.model.rollback(cache, state.num_committed)  # drops what was fed as filling
             logits = take(logits, to_device(torch.tensor(counts) - 1, self.device))[:, None]
         elif width > 1:
             logits = logits[:, -1:]
@@ -89,16 +89,17 @@ class ModelStream:
         num_fed = state.num_fed + 1
         return logits, ModelDraftState(cache, state.num_cached, state.num_committed, state.pending, num_fed)
 
-    def commit(self, state: ModelDraftState, emitted: Tensor, features: Tensor | None = None) -> ModelDraftState:
+    def commit(
+        self, state: ModelDraftState, emitted: Sequence[Sequence[int]], features: Tensor | None = None
+    ) -> ModelDraftState:
         num_cached, num_committed, pending = [], [], []
-        rows = zip(state.num_cached, state.num_committed, state.pending, emitted.tolist(), strict=True)
-        for cached, committed, waiting, padded in rows:
-            block = [token for token in padded if token >= 0]
+        rows = zip(state.num_cached, state.num_committed, state.pending, emitted, strict=True)
+        for cached, committed, waiting, block in rows:
             num_committed.append(committed + len(block))
             # Emitted tokens begin with the accepted drafts, so what was fed of them stays; the last is always fed.
             num_cached.append(min(cached + state.num_fed, num_committed[-1] - 1))
             pending.append((*waiting, *block)[num_cached[-1] - num_committed[-1] :])
-        cache = self.model.rollback(state.cache, torch.tensor(num_cached))
+        cache = self.model.rollback(state.cache, num_cached)
         return ModelDraftState(cache, tuple(num_cached), tuple(num_committed), tuple(pending))
 
     def select(self, state: ModelDraftState, rows: Sequence[int]) -> ModelDraftState:

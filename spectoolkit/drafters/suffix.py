@@ -68,19 +68,17 @@ class SuffixDrafter:
         return state
 
     def propose(
-        self, state: list[SuffixAutomaton], sampling: SamplingState, max_tokens: Tensor, noise: DraftNoise
+        self, state: list[SuffixAutomaton], sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, list[SuffixAutomaton]]:
-        drafts = [self._continue(sequence, budget) for sequence, budget in zip(state, max_tokens.tolist(), strict=True)]
-        lengths = torch.tensor([len(tokens) for tokens in drafts], dtype=torch.int64, device=max_tokens.device)
-        return Proposal(pad_rows(drafts, max_tokens.device), lengths, PointMass()), state
+        drafts = [self._continue(sequence, budget) for sequence, budget in zip(state, max_tokens, strict=True)]
+        return Proposal(pad_rows(drafts), torch.tensor(list(map(len, drafts))), PointMass()), state
 
     def commit(
-        self, state: list[SuffixAutomaton], emitted: Tensor, features: Tensor | None = None
+        self, state: list[SuffixAutomaton], emitted: Sequence[Sequence[int]], features: Tensor | None = None
     ) -> list[SuffixAutomaton]:
-        for sequence, tokens in zip(state, emitted.tolist(), strict=True):
+        for sequence, tokens in zip(state, emitted, strict=True):
             for token in tokens:
-                if token >= 0:
-                    sequence.append(token)
+                sequence.append(token)
         return state
 
     def select(self, state: list[SuffixAutomaton], rows: Sequence[int]) -> list[SuffixAutomaton]:

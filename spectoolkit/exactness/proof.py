@@ -22,9 +22,8 @@ from spectoolkit.datatypes import DraftNoise, Request, SamplingParams, Uniforms
 from spectoolkit.exactness.boxes import Boxes, integrate
 from spectoolkit.exactness.target_law import next_probs
 from spectoolkit.exactness.traced import TooManyTokensError, UntraceableError
-from spectoolkit.functional.acceptance import take
 from spectoolkit.functional.noise import request_key
-from spectoolkit.functional.ragged import row_lengths
+from spectoolkit.functional.ragged import unpad_rows
 from spectoolkit.interfaces import Drafter, LanguageModel, Verifier, reads_histories
 from spectoolkit.models.tabular import blend_tabular, random_tabular
 from spectoolkit.sampling import SamplingState
@@ -216,7 +215,7 @@ def _steps(
     target_state = target.select(target.prefill([request.prompt[:-1]]), [0] * size)
     draft_state = drafter.start([request.prompt] * size)
     last = torch.full((size, 1), request.prompt[-1])
-    budget = torch.full((size,), num_draft_tokens)
+    budget = [num_draft_tokens] * size
     blocks = []
     for _ in range(num_steps):
         starts = torch.tensor(sampling.num_tokens)
@@ -224,13 +223,13 @@ def _steps(
         logits, target_state = score_proposal(target, target_state, last, proposal)
         target_probs = proposal_probs(sampling, logits, proposal)
         verdict = verifier.verify(target_probs, proposal, noise.verify(boxes, starts, proposal.tokens.shape[-1]))
-        emitted = verdict.emitted
+        emitted = unpad_rows(verdict.emitted)
         sampling = sampling.commit(emitted)
-        last = take(emitted, row_lengths(emitted) - 1)[:, None]
+        last = torch.tensor([block[-1:] for block in emitted])
         target_state = keep_chain(target, target_state, proposal, verdict)
-        target_state = target.rollback(target_state, torch.tensor(sampling.num_tokens) - 1)
+        target_state = target.rollback(target_state, [number - 1 for number in sampling.num_tokens])
         draft_state = drafter.commit(draft_state, emitted)
-        blocks.append(emitted)
+        blocks.append(verdict.emitted)
     return torch.cat(blocks, dim=1)
 
 

@@ -78,14 +78,17 @@ def without(weights: Tensor, tokens: Tensor) -> Tensor:
 
 def _or_else(weights: Tensor, otherwise: Tensor) -> Tensor:
     """`weights`, or `otherwise` in the rows where they sum to 0."""
-    return torch.where(weights.sum(-1, keepdim=True) > 0, weights, otherwise)
+    sums = weights.sum(-1, keepdim=True)
+    if sums.device.type == "cpu" and all(sums.flatten().tolist()):  # most often so, and nothing waits
+        return weights
+    return torch.where(sums > 0, weights, otherwise)
 
 
 def probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
     """Probability [...] float64 of `tokens` [...] in `probs` [..., V]; 0 for -1 and for ids behind the rows' end."""
     index = tokens.clamp(0, probs.shape[-1] - 1)
-    found = probs.gather(-1, index[..., None]).squeeze(-1).to(torch.float64)
-    return found.masked_fill(tokens != index, 0)
+    found = probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).double()
+    return found.masked_fill_(tokens != index, 0)
 
 
 def sparse_probs_of(ids: Tensor, probs: Tensor, tokens: Tensor) -> Tensor:
@@ -166,7 +169,9 @@ def matched_block(sampled: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Ten
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
-    """`rows[b, index[b]]` for every b: one row of [B, N, ...] per sequence."""
+    """`rows[b, index[b]]` for every b: one row of [B, N, ...] per sequence. Not to be written to."""
+    if len(index) == 1 and index.device.type == "cpu":  # a view, for the price of none of an index's kernels
+        return rows[:, int(index)]
     return rows[places(len(index), index.device), index]
 
 

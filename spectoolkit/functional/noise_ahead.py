@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from spectoolkit.functional.acceptance import take
-from spectoolkit.functional.noise import step_noise
+from spectoolkit.functional.noise import Role, step_noise
 from spectoolkit.functional.ragged import places, to_device
 
 _NUM_STARTS = 64
@@ -16,6 +17,21 @@ _NUM_STARTS = 64
 numbers made, so every request has that many; on a CPU the work grows with the numbers, so requests share them, and a
 large batch makes fewer ahead.
 """
+
+
+class StepNoise(NamedTuple):
+    """The noise of a step of K draft tokens.
+
+    Attributes:
+        draft, accept: [B, K] uniforms, one per draft token.
+        emit: [B, K+1] uniforms, one per position at which a target token may be drawn.
+        keys: [B, K+1] of shared noise.
+    """
+
+    draft: Tensor
+    accept: Tensor
+    emit: Tensor
+    keys: Tensor
 
 
 @dataclass(frozen=True)
@@ -26,28 +42,33 @@ class NoiseAhead:
 
     Attributes:
         first: B positions.
-        numbers: [B, S, 3, N], as `functional.noise.step_noise` gives it for each of the starts.
-        keys: [B, S, N].
+        noise: that of each of the starts, [B, S, K] and [B, S, K+1].
     """
 
     first: tuple[int, ...]
-    numbers: Tensor
-    keys: Tensor
+    noise: StepNoise
 
     @staticmethod
-    def of(states: Tensor, first: tuple[int, ...], num_positions: int) -> NoiseAhead:
+    def of(states: Tensor, first: tuple[int, ...], num_draft_tokens: int) -> NoiseAhead:
         """For requests of these `functional.noise.request_states` [B]."""
         num_starts = _NUM_STARTS if states.device.type != "cpu" else max(1, _NUM_STARTS // len(first))
         starts = to_device(torch.tensor(first), states.device)[:, None] + places(num_starts, states.device)
-        numbers, keys = step_noise(states.repeat_interleave(num_starts), starts.flatten(), num_positions)
-        return NoiseAhead(first, numbers.unflatten(0, starts.shape), keys.unflatten(0, starts.shape))
+        numbers, keys = step_noise(states.repeat_interleave(num_starts), starts.flatten(), num_draft_tokens + 1)
+        by_role = numbers.unflatten(0, starts.shape).unbind(2)
+        noise = StepNoise(
+            draft=by_role[Role.DRAFT][..., :num_draft_tokens],
+            accept=by_role[Role.ACCEPT][..., :num_draft_tokens],
+            emit=by_role[Role.EMIT],
+            keys=keys.unflatten(0, starts.shape),
+        )
+        return NoiseAhead(first, noise)
 
-    def at(self, starts: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
-        """[B, 3, N] and [B, N] of the steps that begin at `starts`, B positions; None where one is not there."""
+    def at(self, starts: tuple[int, ...]) -> StepNoise | None:
+        """That of the steps that begin at `starts`, B positions; None where one is not there."""
         offsets = [start - first for start, first in zip(starts, self.first, strict=True)]
-        if max(offsets) >= self.keys.shape[1]:
+        if max(offsets) >= self.noise.keys.shape[1]:
             return None
         if min(offsets) == max(offsets):
-            return self.numbers[:, offsets[0]], self.keys[:, offsets[0]]
-        index = to_device(torch.tensor(offsets), self.keys.device)
-        return take(self.numbers, index), take(self.keys, index)
+            return StepNoise._make(part.select(1, offsets[0]) for part in self.noise)
+        index = to_device(torch.tensor(offsets), self.noise.keys.device)
+        return StepNoise._make(take(part, index) for part in self.noise)

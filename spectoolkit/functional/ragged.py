@@ -25,12 +25,31 @@ def places(count: int, device: torch.device) -> Tensor:
         return torch.arange(count, device=device)
 
 
+@cache
+def filled(count: int, value: int, device: torch.device) -> Tensor:
+    """[count] times `value` on `device`: one tensor for all who ask, not to be written to."""
+    with torch.inference_mode(False):
+        return torch.full((count,), value, device=device)
+
+
+def numbers(values: Sequence[int], device: torch.device) -> Tensor:
+    """[B] int64 on `device`, without waiting; not to be written to."""
+    if len(set(values)) == 1:
+        return filled(len(values), values[0], device)
+    return to_device(torch.tensor(values, dtype=torch.int64), device)
+
+
 def pad_rows(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
     """Stack B lists of ids as [B, N], N the longest length."""
     width = max((len(row) for row in rows), default=0)
     return torch.tensor(
         [[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int64, device=device
     ).reshape(len(rows), width)
+
+
+def unpad_rows(rows: Tensor) -> list[list[int]]:
+    """The ids of each row of [B, N], without what stands for none; this waits for a device."""
+    return [[token for token in row if token != PAD] for row in rows.tolist()]
 
 
 def row_lengths(rows: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from spectoolkit.chains import proposal_rows
+from spectoolkit.chains import proposal_probs, proposal_rows
 from spectoolkit.datatypes import Chains, Dense, Judged, PointMass, Proposal, Uniforms, Verdict
 from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.errors import UsageError
@@ -35,7 +35,7 @@ from spectoolkit.functional.conditional import given_coupled, given_match, given
 from spectoolkit.functional.warp import Penalties
 from spectoolkit.interfaces import Verifier
 from spectoolkit.provenance import note
-from spectoolkit.sampling import SamplingState
+from spectoolkit.sampling import SamplingState, are_faults
 from spectoolkit.verifiers import Block, Coupled, Rejection
 from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, foreign, foreign_in_chains, foreign_token
 
@@ -88,7 +88,7 @@ def reason_for_reference(device: torch.device) -> str:
 
 def is_plain(sampling: SamplingState) -> bool:
     """Whether rows are softmax(logits / T) alone."""
-    filters = (sampling.top_k, sampling.top_p, sampling.min_p)
+    filters = (sampling.params.top_k, sampling.params.top_p, sampling.params.min_p)
     return all(values is None for values in filters) and not _changes_logits(sampling.penalties)
 
 
@@ -139,16 +139,12 @@ def _note(logits: Tensor, what: str) -> None:
 def _judged_by_reference(
     verifier: Verifier, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms
 ) -> Judged:
-    target_probs, faults = proposal_rows(sampling, logits, proposal)
-
-    def refuse() -> None:
-        sampling.repeat(proposal.num_chains or 1).refuse(faults, proposal.tokens.flatten(0, -2), "target")
-
-    if faults.device.type == "cpu":  # no rule, whoever wrote it, is given a row of NaN
-        refuse()
+    if logits.device.type == "cpu":  # no rule, whoever wrote it, is given a row of NaN
+        target_probs = proposal_probs(sampling, logits, proposal)
         verdict = verifier.verify(target_probs, proposal, uniforms)
         return Judged(verdict, target_probs, None, lambda: verdict)
-    verdict = verifier.verify(target_probs, proposal, uniforms)
+    target_probs, marks = proposal_rows(sampling, logits, proposal)
+    verdict, faults = verifier.verify(target_probs, proposal, uniforms), are_faults(marks)
     not_drawn = None
     if verifier.keeps_law:
         if isinstance(proposal.law, Chains):
@@ -157,7 +153,8 @@ def _judged_by_reference(
             not_drawn = foreign(draft_prob(proposal), proposal)
 
     def again() -> Verdict:
-        refuse()
+        if faults.any():
+            sampling.repeat(proposal.num_chains or 1).refuse(faults, proposal.tokens.flatten(0, -2), "target")
         if not_drawn is not None and not_drawn.any():
             raise foreign_token()
         return verdict
@@ -191,7 +188,7 @@ def _fused_verdict(
     """The kernel's verdict and its status [B] (`verify`), 0 where it holds."""
     from spectoolkit.kernels import verify
 
-    arguments = (logits, sampling.temperature, proposal.tokens, proposal.lengths)
+    arguments = (logits, sampling.params.temperature, proposal.tokens, proposal.lengths)
     if kernel == "coupled":
         assert uniforms.shared is not None
         return verify.coupled(*arguments, uniforms.shared)
@@ -275,7 +272,7 @@ class Reducer:
         tokens = self._tokens.flatten()
         found = reduce_rows(
             self._target_logits.flatten(0, 1),
-            self._sampling.temperature.repeat_interleave(num_rows),
+            self._sampling.params.temperature.repeat_interleave(num_rows),
             draft_logits.flatten(0, 1),
             torch.stack(temperatures, dim=-1).repeat_interleave(num_rows, 0),
             tokens,

@@ -275,17 +275,19 @@ class Eagle3:
         return logits, replace(state, states=states)
 
     @torch.inference_mode()
-    def commit(self, state: Eagle3State, emitted: Tensor, features: Tensor | None) -> Eagle3State:
+    def commit(
+        self, state: Eagle3State, emitted: Sequence[Sequence[int]], features: Tensor | None
+    ) -> Eagle3State:
         """Drop the head's own states; the pairs of the `emitted` tokens with the target's `features` are fed next."""
         features = self._checked(features)
-        pending = tuple(tuple(token for token in row if token >= 0) for row in emitted.tolist())
+        pending = tuple(map(tuple, emitted))
         if any(state.pending):  # nothing was drafted in this step
             num_waiting = to_device(torch.tensor([len(row) for row in state.pending]), self.device)
             at = num_waiting[:, None] + torch.arange(features.shape[1], device=self.device)
             wide = functional.pad(state.features, (0, 0, 0, features.shape[1]))
             features = wide.scatter(1, at[..., None].expand(-1, -1, wide.shape[2]), features.to(wide.dtype))
             pending = tuple((*waiting, *block) for waiting, block in zip(state.pending, pending, strict=True))
-        state.cache.rollback(torch.tensor(state.num_pairs))
+        state.cache.rollback(state.num_pairs)
         return replace(state, pending=pending, features=features)
 
     def select(self, state: Eagle3State, rows: Sequence[int]) -> Eagle3State:
@@ -330,7 +332,7 @@ class Eagle3:
         features = state.features[:, : tokens.shape[1]]
         states, logits = self._forward(state.cache, to_device(tokens, self.device), features, is_own=False)
         num_pairs = tuple(number + len(row) for number, row in zip(state.num_pairs, state.pending, strict=True))
-        state.cache.rollback(torch.tensor(num_pairs))
+        state.cache.rollback(num_pairs)
         return logits, Eagle3State(state.cache, num_pairs, ((),) * len(num_pairs), features[:, :0], states=states)
 
     def _forward(self, cache: RaggedCache, tokens: Tensor, given: Tensor, is_own: bool) -> tuple[Tensor, ...]:

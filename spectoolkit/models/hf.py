@@ -110,8 +110,8 @@ class CausalLM:
         """
         return CausalLM(self.hf_model, self.tokenizer, self.name, layers, self.graphs.switch)
 
-    def features(self, state: RaggedCache, num_tokens: Tensor) -> Tensor:
-        """[B, W, F], W = max(num_tokens): of the last `num_tokens` [B] cached tokens of each row, in order.
+    def features(self, state: RaggedCache, num_tokens: Sequence[int]) -> Tensor:
+        """[B, W, F], W = max(num_tokens): of the last `num_tokens` (B) cached tokens of each row, in order.
 
         F is the width of all `feature_layers` together; slots behind a row's end hold zeros.
         """
@@ -141,8 +141,8 @@ class CausalLM:
         state = RaggedCache(len(prefixes), self.device)
         for rows in _prefill_groups([len(prefix) for prefix in prefixes]):
             group = state if len(rows) == len(prefixes) else RaggedCache(len(rows), self.device)
-            lengths = torch.tensor([len(prefixes[row]) for row in rows])
-            longest = int(lengths.max())
+            lengths = [len(prefixes[row]) for row in rows]
+            longest = max(lengths)
             tokens = torch.zeros(len(rows), longest, dtype=torch.long)
             for slot, row in enumerate(rows):
                 tokens[slot, : lengths[slot]] = torch.as_tensor(prefixes[row], dtype=torch.long)
@@ -199,8 +199,8 @@ class CausalLM:
         state.end(num_tokens)
         return scored, state
 
-    def rollback(self, state: RaggedCache, lengths: Tensor) -> RaggedCache:
-        """Keep the first `lengths` [B] tokens of each row; nothing is computed or read back."""
+    def rollback(self, state: RaggedCache, lengths: Sequence[int]) -> RaggedCache:
+        """Keep the first `lengths` (B) tokens of each row; nothing is computed or read back."""
         state.rollback(lengths)
         return state
 

@@ -54,7 +54,7 @@ class PrefixCache:
         """The same model with features in its states, and a cache of its own."""
         return PrefixCache(self.model.with_features(layers), self._max_tokens)  # type: ignore[attr-defined]
 
-    def features(self, state: Any, num_tokens: Tensor) -> Tensor:
+    def features(self, state: Any, num_tokens: Sequence[int]) -> Tensor:
         return self.model.features(state, num_tokens)  # type: ignore[attr-defined]
 
     def score(self, state: Any, tokens: Tensor) -> tuple[Tensor, Any]:
@@ -63,7 +63,7 @@ class PrefixCache:
     def score_parts(self, state: Any, parts: Sequence[Part], num_tokens: int) -> tuple[list[Tensor], Any]:
         return self.model.score_parts(state, parts, num_tokens)  # type: ignore[attr-defined]
 
-    def rollback(self, state: Any, lengths: Tensor) -> Any:
+    def rollback(self, state: Any, lengths: Sequence[int]) -> Any:
         return self.model.rollback(state, lengths)
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:

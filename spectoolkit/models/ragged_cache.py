@@ -218,32 +218,29 @@ class RaggedCache(Cache):
         is_there = bool(layers) and layers[-1].values.shape[-1] == 1 and layers[-1].keys.shape[-1] == width
         return len(layers) - is_there
 
-    def last_features(self, num_tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """[B, max(num_tokens), width] of the last `num_tokens` [B] tokens of each row, then zeros."""
-        columns = torch.arange(int(num_tokens.max()) if len(num_tokens) else 0, device=self.lengths.device)
-        num_tokens = to_device(num_tokens, columns.device)
-        if not self.layers or not len(columns):
-            return torch.zeros(len(num_tokens), len(columns), width, dtype=dtype, device=self.lengths.device)
+    def last_features(self, num_tokens: Sequence[int], width: int, dtype: torch.dtype) -> Tensor:
+        """[B, max(num_tokens), width] of the last `num_tokens` (B) tokens of each row, then zeros."""
+        device, longest = self.lengths.device, max(num_tokens, default=0)
+        if not self.layers or longest == 0:
+            return torch.zeros(len(num_tokens), longest, width, dtype=dtype, device=device)
         kept = self._ragged_layers()[-1].keys[:, 0]
-        at = (self.lengths - num_tokens)[:, None] + columns
+        columns = torch.arange(longest, device=device)
+        counts = to_device(torch.tensor(num_tokens), device)
+        at = (self.lengths - counts)[:, None] + columns
         taken = kept.gather(1, at.clamp(0, kept.shape[1] - 1)[..., None].expand(-1, -1, width))
-        return taken.masked_fill((columns >= num_tokens[:, None])[..., None], 0)
+        return taken.masked_fill((columns >= counts[:, None])[..., None], 0)
 
-    def rollback(self, lengths: Tensor) -> None:
-        """Keep the first `lengths` [B], on the host, entries of each row.
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths` (B) entries of each row.
 
         Raises:
-            ContractError: a row is shorter than that, or the lengths are on a device.
+            ContractError: another number of lengths, or a row is shorter than that.
         """
-        if lengths.shape != self.lengths.shape:
-            raise ContractError(f"rollback: expected {len(self.lengths)} lengths, got shape {list(lengths.shape)}")
-        if lengths.device.type != "cpu":
-            raise ContractError(f"rollback: expected lengths on the host, got them on {lengths.device}")
-        old, new = self.host_lengths, lengths.tolist()
-        if any(not 0 <= after <= before for after, before in zip(new, old, strict=True)):
-            raise ContractError(f"rollback: expected at most the current lengths {old}, got {new}")
-        self.lengths = to_device(lengths.to(torch.long, copy=True), self.lengths.device)
-        self.host_lengths = new
+        current = self.host_lengths
+        if len(lengths) != len(current) or any(not 0 <= new <= old for new, old in zip(lengths, current, strict=True)):
+            raise ContractError(f"rollback: expected at most the current lengths {current}, got {list(lengths)}")
+        self.lengths = to_device(torch.tensor(lengths, dtype=torch.long), self.lengths.device)
+        self.host_lengths = list(lengths)
         self.num_rollbacks += 1
 
     def select(self, rows: Sequence[int]) -> RaggedCache:

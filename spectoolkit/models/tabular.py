@@ -129,15 +129,14 @@ class TabularModel:
             scored.append(self._logits[context])
         return scored, TabularState(buffer, state.lengths + num_tokens)
 
-    def rollback(self, state: TabularState, lengths: Tensor) -> TabularState:
-        """Keep the first `lengths` [B] tokens of each row."""
-        lengths = lengths.cpu()
-        if lengths.shape != state.lengths.shape or bool(((lengths < 0) | (lengths > state.lengths)).any()):
+    def rollback(self, state: TabularState, lengths: Sequence[int]) -> TabularState:
+        """Keep the first `lengths` (B) tokens of each row."""
+        current = state.lengths.tolist()
+        if len(lengths) != len(current) or any(not 0 <= new <= old for new, old in zip(lengths, current, strict=True)):
             raise ContractError(
-                f"rollback: expected a length between 0 and the current one for each row, {state.lengths.tolist()}; "
-                f"got {lengths.tolist()}"
+                f"rollback: expected a length between 0 and the current one for each row, {current}; got {lengths}"
             )
-        return TabularState(state.tokens, lengths)
+        return TabularState(state.tokens, torch.tensor(lengths))
 
     def select(self, state: TabularState, rows: Sequence[int]) -> TabularState:
         """The state of `rows`, in that order."""

@@ -58,7 +58,7 @@ class InPlace:
         return self._target.score(self._state, tokens)[0]
 
     def cut(self, num_tokens: int) -> None:
-        self._target.rollback(self._state, torch.tensor(self._state.host_lengths) - num_tokens)
+        self._target.rollback(self._state, [length - num_tokens for length in self._state.host_lengths])
 
 
 class Concatenated:

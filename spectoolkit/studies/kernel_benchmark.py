@@ -198,7 +198,7 @@ class Case:
 
     @property
     def temperature(self) -> Tensor:
-        return self.sampling.temperature
+        return self.sampling.params.temperature
 
 
 def verification(case: Case, verifier: Verifier, law: str, bandwidth: float, timer: Timer) -> dict[str, Any]:

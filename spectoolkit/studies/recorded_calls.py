@@ -93,7 +93,7 @@ class RecordedModel:
     def score(self, state: _State, tokens: torch.Tensor) -> tuple[torch.Tensor, _State]:
         return self._call("score", state, tokens)
 
-    def rollback(self, state: _State, lengths: torch.Tensor) -> _State:
+    def rollback(self, state: _State, lengths: Sequence[int]) -> _State:
         return self._call("rollback", state, lengths)
 
     def select(self, state: _State, rows: Sequence[int]) -> _State:

@@ -86,7 +86,7 @@ def reduction_on_cpu(case: ReplayCase, reduce: Reduce, repetitions: int) -> dict
     row made once. `plain_with_overlap` takes the sum of min(p, q) at every draft temperature besides.
     """
     vocab_size = case.target.shape[-1]
-    x, temperature = case.tokens[..., None], case.sampling.temperature.float()[:, None, None]
+    x, temperature = case.tokens[..., None], case.sampling.params.temperature.float()[:, None, None]
     drafters = [ModelDrafter(cast(Any, None), vocab_size, constant=t) for t in TEMPERATURES]  # none is asked to draft
     strategies = {i: (drafter, reduce) for i, drafter in enumerate(drafters)}
 

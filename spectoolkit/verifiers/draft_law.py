@@ -42,7 +42,7 @@ def draft_prob(proposal: Proposal) -> Tensor:
         case law:
             raise _unknown(law)
     # Elsewhere asking would wait for the device: there the loop asks, with the one copy of a step (`kernels.dispatch`).
-    if prob.device.type == "cpu" and not (prob > 0).all() and foreign(prob, proposal).any():
+    if prob.device.type == "cpu" and not all(q > 0 for q in prob.flatten().tolist()) and foreign(prob, proposal).any():
         raise foreign_token()
     return prob
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import Proposal, Uniforms, Verdict
-from spectoolkit.functional.acceptance import emitted_block, is_drafted, prefix_length, probs_of, take
+from spectoolkit.functional.acceptance import emitted_block, prefix_length, probs_of, take
 from spectoolkit.functional.draw import draw
 from spectoolkit.verifiers.draft_law import draft_prob
 
@@ -22,9 +22,8 @@ def ratio_test(target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> 
     Raises:
         ContractError: a drafted token that its law gives no probability, or a law that does not say q.
     """
-    drafted = is_drafted(proposal.lengths, proposal.tokens.shape[1])
     p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal)
-    return drafted & (uniforms.accept * q < p)
+    return uniforms.accept * q < p  # no token, no probability: p = 0 past the length
 
 
 def prefix_verdict(

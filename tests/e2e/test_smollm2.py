@@ -54,7 +54,7 @@ def test_rollback_equals_fresh_prefill_up_to_rounding(model: CausalLM) -> None:
     text = torch.randint(1000, 40000, (2, 40), generator=generator)
     state = model.prefill([text[0, :20].tolist(), text[1, :33].tolist()])
     _, state = model.score(state, text[:, :5])
-    state = model.rollback(state, torch.tensor([20, 33]))
+    state = model.rollback(state, [20, 33])
     tokens = torch.stack([text[0, 20:24], text[1, 33:37]])
     logits, _ = model.score(state, tokens)
     fresh, _ = model.score(model.prefill([text[0, :20].tolist(), text[1, :33].tolist()]), tokens)

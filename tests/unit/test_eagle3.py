@@ -83,7 +83,7 @@ def features_of(target: CausalLM, tokens: list[int]) -> torch.Tensor:
 def test_features_follow_prefill_score_and_rollback(target):
     state = target.prefill([prompt[:-1] for prompt in PROMPTS])
     _, state = target.score(state, torch.tensor([[2, 11, 12], [4, 13, 14], [6, 15, 16]]))
-    state = target.rollback(state, torch.tensor([6, 3, 1]))
+    state = target.rollback(state, [6, 3, 1])
     found = target.features(state, torch.tensor([3, 2, 1]))
     for b, (tokens, num) in enumerate([([5, 9, 3, 7, 2, 11], 3), ([8, 4, 13], 2), ([6], 1)]):
         torch.testing.assert_close(found[b, :num], features_of(target, tokens)[-num:])

@@ -34,9 +34,7 @@ def test_prefixes_are_prefilled_once_and_give_the_same_logits():
         logits, state = cached.score(cached.prefill(prefixes), tokens)
         expected, _ = model.score(model.prefill(prefixes), tokens)
         torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
-        cached.rollback(
-            state, torch.zeros(3, dtype=torch.int64)
-        )  # kept states do not share memory with handed out ones
+        cached.rollback(state, [0, 0, 0])  # kept states do not share memory with handed out ones
     assert counting.prefilled == 2 + 1 + 3 + 2
 
 

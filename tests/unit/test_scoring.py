@@ -42,7 +42,7 @@ def test_every_way_scores_as_one_forward_does(way, number):
     for row, length in enumerate(LENGTHS):
         torch.testing.assert_close(logits[row, : length + 1], expected[row, : length + 1], atol=1e-5, rtol=1e-4)
     # And the states are as good as each other from there on, also after a ragged rollback.
-    kept = torch.tensor([len(p) for p in PREFIXES]) + torch.tensor([2, 1, 2, 4])
+    kept = [len(p) + n for p, n in zip(PREFIXES, [2, 1, 2, 4], strict=True)]
     more = torch.tensor([[1], [2], [3], [4]])
     usual, state = model.rollback(usual, kept), model.rollback(state, kept)
     if getattr(model, "feature_layers", ()):

@@ -32,7 +32,7 @@ def test_rollback_select_and_insert_equal_fresh_prefills() -> None:
     model = random_tabular(vocab_size=5, order=2, seed=1)
     state = model.prefill([[1, 2], [3], [4, 4, 4]])
     _, state = model.score(state, torch.tensor([[1, 2, 3], [2, 1, 0], [0, 0, 1]]))
-    state = model.rollback(state, torch.tensor([3, 1, 6]))
+    state = model.rollback(state, [3, 1, 6])
     state = model.select(state, [2, 0])
     state = model.insert(state, [1], model.prefill([[2, 2, 2, 2, 2, 2, 2, 2, 3]]))
     tokens = torch.tensor([[1], [2]])
@@ -101,7 +101,7 @@ def test_unusable_arguments(make, message: str) -> None:
 def test_contract() -> None:
     model = TabularModel(torch.full((2, 2), 0.5), context_length=3)
     with pytest.raises(ContractError, match="rollback"):
-        model.rollback(model.prefill([[1]]), torch.tensor([2]))
+        model.rollback(model.prefill([[1]]), [2])
     with pytest.raises(ContractError, match=r"tokens in \[0, 2\)"):
         model.score(model.prefill([[1]]), torch.tensor([[-1]]))
     with pytest.raises(ContractError, match="insert: expected 2 rows"):
