@@ -22,7 +22,8 @@ from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import take
 from spectoolkit.functional.ragged import row_lengths, to_device
 from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier, reads_histories
-from spectoolkit.kernels.dispatch import judge, parse_switch
+from spectoolkit.kernels.judge import judge
+from spectoolkit.kernels.switch import parse_switch
 from spectoolkit.laps import Laps
 from spectoolkit.scoring import Scorer
 

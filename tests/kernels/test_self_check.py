@@ -8,7 +8,8 @@ import torch
 
 from spectoolkit.datatypes import Dense, PointMass, Request, SamplingParams
 from spectoolkit.drafters import ModelDrafter, NGramDrafter, NoDrafter
-from spectoolkit.kernels import dispatch, self_check
+from spectoolkit.kernels import self_check
+from spectoolkit.kernels.switch import SWITCH
 from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.provenance import begin_cell, provenance
 from spectoolkit.replay import Strategy, replay
@@ -27,7 +28,7 @@ PROBLEMS = [self_check.Problem.of(dtype, vocab_size, torch.device("cpu")) for dt
 @pytest.fixture(autouse=True)
 def untried(monkeypatch):
     """Kernels are on, and no device has been tried; nor is it said afterwards that one has."""
-    monkeypatch.setenv(dispatch.SWITCH, ON)
+    monkeypatch.setenv(SWITCH, ON)
     self_check.failure.cache_clear()
     yield
     self_check.failure.cache_clear()
@@ -143,10 +144,10 @@ def test_decoding_goes_on_with_the_reference(monkeypatch):
     target = Single(random_tabular(vocab_size=6, order=2, seed=0).rows.to(DEVICE))
     asked = requests(3, max_new_tokens=5, vocab_size=6, params=[SamplingParams(temperature=0.8)])
     drafter = ModelDrafter(target, 6, constant=1.2)
-    monkeypatch.setenv(dispatch.SWITCH, "off")
+    monkeypatch.setenv(SWITCH, "off")
     expected = run(target, drafter, Rejection(), asked)
     assert f"{DEVICE}: reference, because SPECTOOLKIT_KERNELS=off" in provenance()["kernels"]
-    monkeypatch.setenv(dispatch.SWITCH, ON)
+    monkeypatch.setenv(SWITCH, ON)
     monkeypatch.setattr(verify, "rejection", refusing(verify.rejection))
     with pytest.warns(RuntimeWarning, match="rejection of a point mass"):
         found = run(target, drafter, Rejection(), asked)
@@ -155,7 +156,7 @@ def test_decoding_goes_on_with_the_reference(monkeypatch):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a device")
 def test_nothing_is_tried_where_there_is_no_device(monkeypatch):
-    monkeypatch.delenv(dispatch.SWITCH)
+    monkeypatch.delenv(SWITCH)
     assert judged_by(Rejection()) == "cpu: reference, because it is no CUDA device"
     assert self_check.failure.cache_info().misses == 0
     assert judged_by(Match()) == "cpu: reference"
