@@ -81,7 +81,7 @@ def _judged_by_reference(
 def kernel_for(
     verifier: Verifier, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms
 ) -> str | None:
-    """The kernel of `verify` that knows these rows, this rule and this law; None if none does."""
+    """The kernel that knows these rows, this rule and this law; None if none does."""
     if proposal.num_chains is not None or not is_plain(sampling) or logits.dtype not in DTYPES:
         return None
     law, rule = proposal.law, type(verifier)  # a rule made from one of these may do anything
@@ -99,12 +99,13 @@ def _is_float32(law: PointMass | Dense) -> bool:
 def _fused_verdict(
     kernel: str, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms
 ) -> tuple[Verdict, Tensor]:
-    """The kernel's verdict and its status [B] (`verify`), 0 where it holds."""
-    from spectoolkit.kernels import verify
+    """The kernel's verdict and its status [B] (`verdict`), 0 where it holds."""
+    from spectoolkit.kernels.coupled import coupled
+    from spectoolkit.kernels.rejection_and_block import block, rejection
 
     arguments = (logits, sampling.temperature, proposal.tokens, proposal.lengths)
     if kernel == "coupled":
         assert uniforms.shared is not None
-        return verify.coupled(*arguments, uniforms.shared)
+        return coupled(*arguments, uniforms.shared)
     assert isinstance(proposal.law, (PointMass, Dense))
-    return (verify.rejection if kernel == "rejection" else verify.block)(*arguments, proposal.law, uniforms)
+    return (rejection if kernel == "rejection" else block)(*arguments, proposal.law, uniforms)

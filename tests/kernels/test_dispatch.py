@@ -22,8 +22,9 @@ from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Block, Coupled, Match, Rejection
 from tests.helpers.toys import outcome, requests, run
 
-verify = pytest.importorskip("spectoolkit.kernels.verify")
+coupled = pytest.importorskip("spectoolkit.kernels.coupled")
 reduce = pytest.importorskip("spectoolkit.kernels.reduce")
+fused = pytest.importorskip("spectoolkit.kernels.rejection_and_block")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON = "auto" if DEVICE == "cuda" else "interpret"
@@ -58,7 +59,7 @@ def calls(monkeypatch) -> Counter:
 
         return call
 
-    for module, name in ((verify, "rejection"), (verify, "block"), (verify, "coupled"), (reduce, "reduce_rows")):
+    for module, name in ((fused, "rejection"), (fused, "block"), (coupled, "coupled"), (reduce, "reduce_rows")):
         monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     return counted
 

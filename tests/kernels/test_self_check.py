@@ -17,8 +17,9 @@ from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Block, Coupled, Match, Rejection
 from tests.helpers.toys import outcome, requests, run
 
-verify = pytest.importorskip("spectoolkit.kernels.verify")
+coupled = pytest.importorskip("spectoolkit.kernels.coupled")
 reduce = pytest.importorskip("spectoolkit.kernels.reduce")
+fused = pytest.importorskip("spectoolkit.kernels.rejection_and_block")
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 ON = "auto" if DEVICE.type == "cuda" else "interpret"
@@ -120,12 +121,12 @@ def refusing(function):
 
 
 WRONG = {
-    "rejection": (verify, "rejection", shifted, r"rejection of a point mass \(float32 logits, V = 5,003\): emitted is"),
-    "block": (verify, "block", shifted, r"block verification of a point mass .* by the reference"),
-    "coupled": (verify, "coupled", statuses, r"coupled verification .* have the status \[1, 1, 1, 1, 1\]"),
+    "rejection": (fused, "rejection", shifted, r"rejection of a point mass \(float32 logits, V = 5,003\): emitted is"),
+    "block": (fused, "block", shifted, r"block verification of a point mass .* by the reference"),
+    "coupled": (coupled, "coupled", statuses, r"coupled verification .* have the status \[1, 1, 1, 1, 1\]"),
     "overlap": (reduce, "reduce_rows", scaled("overlap"), "a replay's reduction .* overlap differs"),
     "draft_prob": (reduce, "reduce_rows", scaled("draft_prob"), "a replay's reduction .* draft_prob differs"),
-    "raises": (verify, "block", refusing, r"block verification .*: RuntimeError: out of resource: shared memory$"),
+    "raises": (fused, "block", refusing, r"block verification .*: RuntimeError: out of resource: shared memory$"),
 }
 
 
@@ -148,7 +149,7 @@ def test_decoding_goes_on_with_the_reference(monkeypatch):
     expected = run(target, drafter, Rejection(), asked)
     assert f"{DEVICE}: reference, because SPECTOOLKIT_KERNELS=off" in provenance()["kernels"]
     monkeypatch.setenv(SWITCH, ON)
-    monkeypatch.setattr(verify, "rejection", refusing(verify.rejection))
+    monkeypatch.setattr(fused, "rejection", refusing(fused.rejection))
     with pytest.warns(RuntimeWarning, match="rejection of a point mass"):
         found = run(target, drafter, Rejection(), asked)
     assert {key: outcome(one) for key, one in found.items()} == {key: outcome(one) for key, one in expected.items()}
