@@ -22,7 +22,8 @@ from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import take
 from spectoolkit.functional.ragged import pad_rows, to_device
 from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier, reads_histories
-from spectoolkit.kernels.dispatch import judge, parse_switch
+from spectoolkit.kernels.judge import Judge
+from spectoolkit.kernels.switch import parse_switch
 from spectoolkit.laps import Laps
 from spectoolkit.scoring import Scorer
 
@@ -63,6 +64,7 @@ def decode(
         num_chains=getattr(drafter, "num_chains", None),
         keeps_histories=reads_histories(drafter),
     )
+    judge = Judge(verifier, target.device, keeps_rows=observe is not None)
     target_state, draft_state = _start(target, drafter, batch.prompts)
     while batch.rows:
         laps = Laps(target.device)
@@ -76,9 +78,7 @@ def decode(
         logits, target_state = score(target, target_state, batch.last_tokens, proposal)
         laps.mark()
 
-        noise, keeps_rows = batch.verify_noise(proposal), observe is not None
-        judged = judge(verifier, batch.sampling, logits, proposal, noise, keeps_rows=keeps_rows)
-
+        judged = judge(batch.sampling, logits, proposal, batch.verify_noise(proposal))
         emitted, chain = batch.commit(proposal, judged, verifier.keeps_law)
         verdict, target_probs = judged.verdict, judged.target_probs
         if observe is not None:

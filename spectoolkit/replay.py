@@ -34,7 +34,8 @@ from spectoolkit.interfaces import (
     Verifier,
     reads_histories,
 )
-from spectoolkit.kernels.dispatch import Reducer, parse_switch
+from spectoolkit.kernels.replay_reduction import Reducer
+from spectoolkit.kernels.switch import parse_switch
 from spectoolkit.sampling import SamplingState
 from spectoolkit.trajectories import Trajectories
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,6 +40,22 @@ def power_of_two(size: int) -> int:
 def padded(count: int) -> int:
     """Length of a vector of `count` partial results inside a kernel."""
     return max(SMALLEST_CHUNK, power_of_two(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How rows are cut: tokens per chunk, chunks, the length of a vector of all chunks, warps per chunk."""
+
+    chunk: int
+    num_chunks: int
+    padded: int
+    num_warps: int
+
+    @staticmethod
+    def of(vocab_size: int, chunk: int | None) -> Cut:
+        chunk = chunk or chunk_size(vocab_size)
+        num = num_chunks(vocab_size, chunk)
+        return Cut(chunk, num, padded(num), num_warps(chunk))
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

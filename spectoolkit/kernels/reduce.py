@@ -2,7 +2,7 @@
 
 The first read leaves largest logits and sums of exponentials: p(x), q(x) at every draft temperature, and both argmaxes.
 Sums of min(p, q) and of max(p, q p(x) / q(x)) need the normalisers before they can begin, so they take a second read,
-which is made only where they are asked for. Arithmetic as in `verify`.
+which is made only where they are asked for. Arithmetic as in `rejection_and_block`.
 """
 
 # What a launch takes beside a kernel's parameters, and what a kernel's own types are, is not in triton's annotations.

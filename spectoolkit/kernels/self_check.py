@@ -125,16 +125,17 @@ def _failure(device: torch.device) -> str:
 
 def verification_differs(one: Problem, rule: Verifier, law: DraftLaw | None) -> str:
     """In what the kernels' verdict is not that of the reference in float64; `law` None is that of shared noise."""
-    from spectoolkit.kernels import verify
+    from spectoolkit.kernels.coupled import coupled
+    from spectoolkit.kernels.rejection_and_block import block, rejection
 
     tokens = one.coupled_tokens if law is None else one.tokens
     given = (one.target, one.temperature, tokens, one.lengths)
     if law is None:
         assert one.uniforms.shared is not None
-        found, status = verify.coupled(*given, one.uniforms.shared)
+        found, status = coupled(*given, one.uniforms.shared)
     else:
         assert isinstance(law, (PointMass, Dense))
-        judge = verify.rejection if isinstance(rule, Rejection) else verify.block
+        judge = rejection if isinstance(rule, Rejection) else block
         found, status = judge(*given, law, one.uniforms)
     if status.any():
         return f"rows without fault have the status {status.tolist()}"

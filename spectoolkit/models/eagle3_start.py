@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from spectoolkit.errors import UsageError
-from spectoolkit.models.eagle3 import Eagle3Config, Eagle3Head, default_feature_layers
 from spectoolkit.models.eagle3_files import read_head
+from spectoolkit.models.eagle3_head import Eagle3Config, Eagle3Head, default_feature_layers
 from spectoolkit.models.hf import CausalLM, decoder_layers
 
 _STD = 0.02

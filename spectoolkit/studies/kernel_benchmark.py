@@ -203,19 +203,20 @@ class Case:
 
 def verification(case: Case, verifier: Verifier, law: str, bandwidth: float, timer: Timer) -> dict[str, Any]:
     """One rule on one case: the kernels, the reference, and public kernels for rejection with the whole draft row."""
-    from spectoolkit.kernels import verify
+    from spectoolkit.kernels.coupled import coupled
+    from spectoolkit.kernels.rejection_and_block import DraftLogits, block, rejection
 
     num_drafts, vocab_size = case.draft.shape[1:]
     tokens = case.coupled_tokens if law == "SharedNoise" else case.tokens
     given = (case.target, case.temperature, tokens, case.lengths)
     known = {"PointMass": PointMass(), "Dense": Dense(case.draft_probs)}
-    fused = verify.block if isinstance(verifier, Block) else verify.rejection
+    fused = block if isinstance(verifier, Block) else rejection
 
     def by_kernels() -> Any:
         if law == "SharedNoise":
             assert case.uniforms.shared is not None
-            return verify.coupled(*given, case.uniforms.shared)
-        draft = known.get(law) or verify.DraftLogits(case.draft, case.temperature)
+            return coupled(*given, case.uniforms.shared)
+        draft = known.get(law) or DraftLogits(case.draft, case.temperature)
         return fused(*given, draft, case.uniforms)
 
     def by_reference() -> Any:
@@ -249,7 +250,7 @@ def verification(case: Case, verifier: Verifier, law: str, bandwidth: float, tim
 
 
 def bytes_read(case: Case, law: str, is_block: bool, num_rejected: int) -> int:
-    """What a verification has to read of logits and draft rows (`kernels.verify`): it writes next to nothing.
+    """What a verification has to read of logits and draft rows: it writes next to nothing.
 
     Every target row once, and a second time together with the draft's where a residual is summed: K rows for block
     verification, one for each sequence that rejected otherwise. Draft logits are read once before that, for their

@@ -15,7 +15,7 @@ from spectoolkit.datatypes import SamplingParams
 from spectoolkit.drafters import ModelDrafter
 from spectoolkit.files import replace_text
 from spectoolkit.functional.conditional import given_coupled, given_rejection
-from spectoolkit.kernels.dispatch import Reduce, Reducer
+from spectoolkit.kernels.replay_reduction import Reduce, Reducer
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.replay import BATCH

@@ -41,7 +41,7 @@ def draft_prob(proposal: Proposal) -> Tensor:
             prob = sparse_probs_of(ids, probs, tokens)
         case law:
             raise _unknown(law)
-    # Elsewhere asking would wait for the device: there the loop asks, with the one copy of a step (`kernels.dispatch`).
+    # Elsewhere asking would wait for the device: there the loop asks, with the one copy of a step (`kernels.judge`).
     if prob.device.type == "cpu" and not all(q > 0 for q in prob.flatten().tolist()) and foreign(prob, proposal).any():
         raise foreign_token()
     return prob

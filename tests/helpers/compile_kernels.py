@@ -40,7 +40,9 @@ def launch(kernel, grid):
 def main() -> None:
     triton.runtime.driver.set_active(AbsentDevice(int(sys.argv[1])))
     JITFunction.__getitem__ = launch
-    from spectoolkit.kernels import noise, reduce, verify
+    from spectoolkit.kernels import noise, reduce
+    from spectoolkit.kernels.coupled import coupled
+    from spectoolkit.kernels.rejection_and_block import DraftLogits, block, rejection
 
     size, num_drafts, vocab_size = 2, 4, 8192
     logits = torch.zeros(size, num_drafts + 1, vocab_size, dtype=torch.bfloat16)
@@ -50,18 +52,18 @@ def main() -> None:
     dense = Dense(torch.zeros(size, num_drafts, vocab_size))
     keys = torch.zeros(size, num_drafts + 1, dtype=torch.int64)
     given = (logits, temperature, tokens, lengths)
-    verify.rejection(*given, PointMass(), uniforms)
-    verify.rejection(*given, verify.DraftLogits(logits[:, :-1], temperature), uniforms)
-    verify.block(*given, dense, uniforms)
-    verify.coupled(*given, keys)
+    rejection(*given, PointMass(), uniforms)
+    rejection(*given, DraftLogits(logits[:, :-1], temperature), uniforms)
+    block(*given, dense, uniforms)
+    coupled(*given, keys)
     if "all" in sys.argv:
-        verify.rejection(*given, dense, uniforms)
-        verify.block(*given, PointMass(), uniforms)
-        verify.block(*given, verify.DraftLogits(logits[:, :-1], temperature), uniforms)
+        rejection(*given, dense, uniforms)
+        block(*given, PointMass(), uniforms)
+        block(*given, DraftLogits(logits[:, :-1], temperature), uniforms)
         for dtype in (torch.float32, torch.float16):
-            verify.rejection(logits.to(dtype), *given[1:], dense, uniforms)
-        verify.rejection(logits[:, :2], temperature, tokens[:, :1], lengths, dense, uniforms)  # K = 1 is specialised
-        verify.block(logits[:, :1, :5], temperature, tokens[:, :0], lengths, dense, uniforms)
+            rejection(logits.to(dtype), *given[1:], dense, uniforms)
+        rejection(logits[:, :2], temperature, tokens[:, :1], lengths, dense, uniforms)  # K = 1 is specialised
+        block(logits[:, :1, :5], temperature, tokens[:, :0], lengths, dense, uniforms)
     reduce.reduce_rows(logits[0], temperature.repeat(3)[:5], logits[0], torch.ones(5, 16), torch.zeros(5).long())
     noise.uniforms(lengths, lengths, lengths, 5, Role.EMIT)
     noise.exponentials(keys, 2048)

@@ -12,7 +12,9 @@ import torch
 from spectoolkit.datatypes import Dense, Proposal, Request, SamplingParams, Uniforms
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, NoDrafter, TopMDrafter
 from spectoolkit.errors import ContractError, InvalidLogitsError, UsageError
-from spectoolkit.kernels import dispatch
+from spectoolkit.kernels import replay_reduction
+from spectoolkit.kernels.judge import judge
+from spectoolkit.kernels.switch import SWITCH, reason_for_reference
 from spectoolkit.models.tabular import TabularModel, blend_tabular, random_tabular
 from spectoolkit.replay import Strategy, replay
 from spectoolkit.sampling import SamplingState
@@ -20,8 +22,9 @@ from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Block, Coupled, Match, Rejection
 from tests.helpers.toys import outcome, requests, run
 
-verify = pytest.importorskip("spectoolkit.kernels.verify")
+coupled = pytest.importorskip("spectoolkit.kernels.coupled")
 reduce = pytest.importorskip("spectoolkit.kernels.reduce")
+fused = pytest.importorskip("spectoolkit.kernels.rejection_and_block")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON = "auto" if DEVICE == "cuda" else "interpret"
@@ -46,8 +49,8 @@ def pair(vocab_size: int = 6) -> tuple[Single, Single]:
 def calls(monkeypatch) -> Counter:
     """Counts the calls of every kernel, which are on; those of the self-check come before."""
     counted: Counter = Counter()
-    monkeypatch.setenv(dispatch.SWITCH, ON)
-    assert not dispatch.reason_for_reference(torch.zeros(1, device=DEVICE).device)
+    monkeypatch.setenv(SWITCH, ON)
+    assert not reason_for_reference(torch.zeros(1, device=DEVICE).device)
 
     def counting(name, function):
         def call(*arguments, **options):
@@ -56,7 +59,7 @@ def calls(monkeypatch) -> Counter:
 
         return call
 
-    for module, name in ((verify, "rejection"), (verify, "block"), (verify, "coupled"), (reduce, "reduce_rows")):
+    for module, name in ((fused, "rejection"), (fused, "block"), (coupled, "coupled"), (reduce, "reduce_rows")):
         monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     return counted
 
@@ -78,7 +81,7 @@ def test_decoding_gives_the_same_tokens_and_steps(name, calls, monkeypatch):
     asked = requests(5, max_new_tokens=7, vocab_size=6, params=PLAIN)
     found = run(target, make(draft), verifier, asked)
     assert set(calls) == {kernel}
-    monkeypatch.setenv(dispatch.SWITCH, "off")
+    monkeypatch.setenv(SWITCH, "off")
     calls.clear()
     expected = run(target, make(draft), verifier, asked)
     assert not calls
@@ -146,7 +149,7 @@ def test_nan_is_reported_as_the_reference_reports_it(drafter, verifier, calls, m
     asked = [Request("fine", (3, 4), 7), Request("bad", (5, 4), 7)]
     messages = []
     for switch in (ON, "off"):
-        monkeypatch.setenv(dispatch.SWITCH, switch)
+        monkeypatch.setenv(SWITCH, switch)
         with pytest.raises(InvalidLogitsError, match="target logits of request 'bad' at position 6 ") as caught:
             run(order_0(Breaks), drafter(order_0(), 6, ratio=1.0), verifier, asked, 2)
         messages.append(str(caught.value))
@@ -160,7 +163,7 @@ def test_a_broken_contract_is_reported_as_the_reference_reports_it(calls):
     proposal = Proposal(torch.tensor([[3]], device=DEVICE), torch.tensor([1], device=DEVICE), law)
     logits, half = torch.zeros(1, 2, 4, device=DEVICE), torch.full((1, 2), 0.5, dtype=torch.float64, device=DEVICE)
     with pytest.raises(ContractError, match="a drafted token of probability 0"):
-        dispatch.judge(Rejection(), sampling, logits, proposal, Uniforms(half[:, :1], half)).again()
+        judge(Rejection(), sampling, logits, proposal, Uniforms(half[:, :1], half)).again()
     assert calls == {"rejection": 1}
 
 
@@ -188,7 +191,7 @@ def test_replay_gives_the_same_counts(calls, monkeypatch):
     calls.clear()
     found = replay(target, strategies(draft), outputs)
     assert set(calls) == {"reduce_rows"}
-    monkeypatch.setenv(dispatch.SWITCH, "off")
+    monkeypatch.setenv(SWITCH, "off")
     expected = replay(target, strategies(draft), outputs)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one[-1].accepted_at, other[-1].accepted_at, rtol=1e-5, atol=1e-7)
@@ -201,12 +204,12 @@ OF_REPLAY = {"plain": PLAIN, "filters": [SamplingParams(0.7, top_p=0.8, min_p=0.
 
 @pytest.mark.parametrize("name", OF_REPLAY)
 def test_the_reference_reduces_the_same_to_the_last_bit_however_many_positions_it_takes_together(name, monkeypatch):
-    monkeypatch.setenv(dispatch.SWITCH, "off")
+    monkeypatch.setenv(SWITCH, "off")
     target, draft = random_tabular(vocab_size=6, order=2, seed=0), random_tabular(vocab_size=6, order=2, seed=1)
     outputs = outputs_of(target, requests(4, max_new_tokens=6, vocab_size=6, params=OF_REPLAY[name]))
     found = []
     for numbers in (1, 1 << 40, 4 * 6 * 4):
-        monkeypatch.setattr(dispatch, "_NUM_TOGETHER", numbers)
+        monkeypatch.setattr(replay_reduction, "_NUM_TOGETHER", numbers)
         found.append(replay(target, strategies(draft), outputs))
     for part in found[1:]:
         for one, other in zip(found[0], part, strict=True):
@@ -217,9 +220,9 @@ def test_the_reference_reduces_the_same_to_the_last_bit_however_many_positions_i
 def test_a_large_vocabulary_is_reduced_a_few_positions_at_a_time_on_a_cpu():
     threads = torch.get_num_threads()
     shape = (1, 8, 1 << 15)
-    assert dispatch._num_positions_together(4, torch.empty(shape)) == 2 * threads
-    assert dispatch._num_positions_together(1 << 20, torch.empty(shape)) == 1
-    assert dispatch._num_positions_together(4, torch.empty(shape, device="meta")) == 8  # no CPU
+    assert replay_reduction._num_positions_together(4, torch.empty(shape)) == 2 * threads
+    assert replay_reduction._num_positions_together(1 << 20, torch.empty(shape)) == 1
+    assert replay_reduction._num_positions_together(4, torch.empty(shape, device="meta")) == 8  # no CPU
 
 
 @pytest.mark.parametrize("side", ["target", "draft"])
@@ -229,7 +232,7 @@ def test_replay_reports_nan_as_the_reference_reports_it(side, calls, monkeypatch
     outputs = Trajectories(asked, ((1, 2, 3, 4, 0, 1, 2),) * 2, ("length",) * 2)
     messages = []
     for switch in (ON, "off"):
-        monkeypatch.setenv(dispatch.SWITCH, switch)
+        monkeypatch.setenv(SWITCH, switch)
         with pytest.raises(InvalidLogitsError, match=f"{side} logits of request 'bad' at position 6 ") as caught:
             replay(target, [Strategy(ModelDrafter(draft, 6, ratio=1.0), Rejection(), 2)], outputs)
         messages.append(str(caught.value))
@@ -237,26 +240,26 @@ def test_replay_reports_nan_as_the_reference_reports_it(side, calls, monkeypatch
     assert messages[0] == messages[1]
     # A row behind the end of an output belongs to no token and may hold anything.
     short = replace(outputs, outputs=((1, 2, 3, 4, 0, 1, 2), (1, 2, 3)))
-    monkeypatch.setenv(dispatch.SWITCH, ON)
+    monkeypatch.setenv(SWITCH, ON)
     assert replay(target, [Strategy(ModelDrafter(draft, 6, ratio=1.0), Rejection(), 2)], short)
 
 
 def test_the_switch(monkeypatch):
     device = torch.zeros(1, device=DEVICE).device
     for value, expected in (("off", False), ("interpret", True), ("auto", DEVICE == "cuda")):
-        monkeypatch.setenv(dispatch.SWITCH, value)
-        assert (not dispatch.reason_for_reference(device)) is expected
-    monkeypatch.delenv(dispatch.SWITCH)
-    assert (not dispatch.reason_for_reference(device)) is (DEVICE == "cuda")
-    monkeypatch.setenv(dispatch.SWITCH, "on")
+        monkeypatch.setenv(SWITCH, value)
+        assert (not reason_for_reference(device)) is expected
+    monkeypatch.delenv(SWITCH)
+    assert (not reason_for_reference(device)) is (DEVICE == "cuda")
+    monkeypatch.setenv(SWITCH, "on")
     with pytest.raises(UsageError, match="SPECTOOLKIT_KERNELS: expected auto, off or interpret, got 'on'"):
-        dispatch.reason_for_reference(device)
+        reason_for_reference(device)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_a_switch_that_there_is_not_is_refused_before_the_first_forward(top_p, monkeypatch):
     """Also where no kernel would run: another machine would take it for a word."""
-    monkeypatch.setenv(dispatch.SWITCH, "on")
+    monkeypatch.setenv(SWITCH, "on")
     target = order_0()
     asked = (Request("r", (3, 4), 7, SamplingParams(top_p=top_p)),)
     outputs = Trajectories(asked, ((1, 2),), ("length",))

@@ -16,12 +16,14 @@ from spectoolkit.datatypes import Dense, PointMass, Proposal, Uniforms
 from spectoolkit.functional.draw import draw, gumbel_max
 from spectoolkit.functional.noise import position_keys
 from spectoolkit.functional.warp import warp
+from spectoolkit.kernels.verdict import INVALID_DRAFT, INVALID_TARGET, NOT_DRAWN
 from spectoolkit.verifiers import Block, Coupled, Rejection
 
-verify = pytest.importorskip("spectoolkit.kernels.verify")
+coupled = pytest.importorskip("spectoolkit.kernels.coupled")
+fused = pytest.importorskip("spectoolkit.kernels.rejection_and_block")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FUSED = {Rejection(): verify.rejection, Block(): verify.block}
+FUSED = {Rejection(): fused.rejection, Block(): fused.block}
 LAWS = ("point", "dense", "logits", "coupled")
 
 
@@ -66,12 +68,12 @@ class Step:
         logits, temperature = self.target.to(DEVICE), self.temperature.to(DEVICE)
         tokens, lengths = self.tokens(law).to(DEVICE), self.lengths.to(DEVICE)
         if law == "coupled":
-            verdict, status = verify.coupled(logits, temperature, tokens, lengths, self.shared.to(DEVICE), chunk)
+            verdict, status = coupled.coupled(logits, temperature, tokens, lengths, self.shared.to(DEVICE), chunk)
         else:
             drafts = {
                 "point": PointMass(),
                 "dense": Dense(self.draft_probs.to(DEVICE)),
-                "logits": verify.DraftLogits(self.draft.to(DEVICE), self.draft_temperature.to(DEVICE)),
+                "logits": fused.DraftLogits(self.draft.to(DEVICE), self.draft_temperature.to(DEVICE)),
             }
             noise = Uniforms(self.uniforms.accept.to(DEVICE), self.uniforms.emit.to(DEVICE))
             verdict, status = FUSED[rule](logits, temperature, tokens, lengths, drafts[law], noise, chunk)
@@ -276,7 +278,7 @@ def test_rows_without_a_distribution_have_a_status_unless_they_belong_to_no_toke
     target[3, 1:] = -math.inf  # likewise
     target[4, 1] = -math.inf
     verdict, status = replace(one, target=target).found(rule, law, 32)
-    assert (status & verify.INVALID_TARGET).bool().tolist() == [True, False, True, False, True, False]
+    assert (status & INVALID_TARGET).bool().tolist() == [True, False, True, False, True, False]
     # The sequences next to them are judged as if nothing had happened.
     expected = one.expected(rule, law)
     assert verdict.emitted[[1, 3, 5]].tolist() == expected.emitted[[1, 3, 5]].tolist()
@@ -291,20 +293,20 @@ def test_draft_rows_and_laws_that_cannot_be_have_a_status(rule):
     draft[0, 1, 7] = math.nan
     draft[1, 1] = math.nan  # behind the proposal
     _, status = _with_tokens(replace(one, draft=draft), tokens, rule, "logits")
-    assert (status & verify.INVALID_DRAFT).bool().tolist() == [True, False, False]
+    assert (status & INVALID_DRAFT).bool().tolist() == [True, False, False]
     draft = one.draft.clone()
     draft[2, 0, tokens[2, 0]] = -math.inf  # what was drafted has probability 0
     for law in ("dense", "logits"):
         _, status = _with_tokens(replace(one, draft=draft), tokens, rule, law)
-        assert status.tolist() == [0, 0, verify.NOT_DRAWN]
+        assert status.tolist() == [0, 0, NOT_DRAWN]
 
 
 def _with_tokens(one: Step, tokens: Tensor, rule, law: str):
-    laws = {"dense": Dense(one.draft_probs), "logits": verify.DraftLogits(one.draft, one.draft_temperature)}
+    laws = {"dense": Dense(one.draft_probs), "logits": fused.DraftLogits(one.draft, one.draft_temperature)}
     if law == "dense":
         moved = Dense(laws[law].probs.to(DEVICE))
     else:
-        moved = verify.DraftLogits(one.draft.to(DEVICE), one.draft_temperature.to(DEVICE))
+        moved = fused.DraftLogits(one.draft.to(DEVICE), one.draft_temperature.to(DEVICE))
     noise = Uniforms(one.uniforms.accept.to(DEVICE), one.uniforms.emit.to(DEVICE))
     arguments = [one.target, one.temperature, tokens, one.lengths]
     verdict, status = FUSED[rule](*[a.to(DEVICE) for a in arguments], moved, noise, 16)

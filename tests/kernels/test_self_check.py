@@ -8,7 +8,8 @@ import torch
 
 from spectoolkit.datatypes import Dense, PointMass, Request, SamplingParams
 from spectoolkit.drafters import ModelDrafter, NGramDrafter, NoDrafter
-from spectoolkit.kernels import dispatch, self_check
+from spectoolkit.kernels import self_check
+from spectoolkit.kernels.switch import SWITCH
 from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.provenance import begin_cell, provenance
 from spectoolkit.replay import Strategy, replay
@@ -16,8 +17,9 @@ from spectoolkit.trajectories import Trajectories
 from spectoolkit.verifiers import Block, Coupled, Match, Rejection
 from tests.helpers.toys import outcome, requests, run
 
-verify = pytest.importorskip("spectoolkit.kernels.verify")
+coupled = pytest.importorskip("spectoolkit.kernels.coupled")
 reduce = pytest.importorskip("spectoolkit.kernels.reduce")
+fused = pytest.importorskip("spectoolkit.kernels.rejection_and_block")
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 ON = "auto" if DEVICE.type == "cuda" else "interpret"
@@ -27,7 +29,7 @@ PROBLEMS = [self_check.Problem.of(dtype, vocab_size, torch.device("cpu")) for dt
 @pytest.fixture(autouse=True)
 def untried(monkeypatch):
     """Kernels are on, and no device has been tried; nor is it said afterwards that one has."""
-    monkeypatch.setenv(dispatch.SWITCH, ON)
+    monkeypatch.setenv(SWITCH, ON)
     self_check.failure.cache_clear()
     yield
     self_check.failure.cache_clear()
@@ -119,12 +121,12 @@ def refusing(function):
 
 
 WRONG = {
-    "rejection": (verify, "rejection", shifted, r"rejection of a point mass \(float32 logits, V = 5,003\): emitted is"),
-    "block": (verify, "block", shifted, r"block verification of a point mass .* by the reference"),
-    "coupled": (verify, "coupled", statuses, r"coupled verification .* have the status \[1, 1, 1, 1, 1\]"),
+    "rejection": (fused, "rejection", shifted, r"rejection of a point mass \(float32 logits, V = 5,003\): emitted is"),
+    "block": (fused, "block", shifted, r"block verification of a point mass .* by the reference"),
+    "coupled": (coupled, "coupled", statuses, r"coupled verification .* have the status \[1, 1, 1, 1, 1\]"),
     "overlap": (reduce, "reduce_rows", scaled("overlap"), "a replay's reduction .* overlap differs"),
     "draft_prob": (reduce, "reduce_rows", scaled("draft_prob"), "a replay's reduction .* draft_prob differs"),
-    "raises": (verify, "block", refusing, r"block verification .*: RuntimeError: out of resource: shared memory$"),
+    "raises": (fused, "block", refusing, r"block verification .*: RuntimeError: out of resource: shared memory$"),
 }
 
 
@@ -143,11 +145,11 @@ def test_decoding_goes_on_with_the_reference(monkeypatch):
     target = Single(random_tabular(vocab_size=6, order=2, seed=0).rows.to(DEVICE))
     asked = requests(3, max_new_tokens=5, vocab_size=6, params=[SamplingParams(temperature=0.8)])
     drafter = ModelDrafter(target, 6, constant=1.2)
-    monkeypatch.setenv(dispatch.SWITCH, "off")
+    monkeypatch.setenv(SWITCH, "off")
     expected = run(target, drafter, Rejection(), asked)
     assert f"{DEVICE}: reference, because SPECTOOLKIT_KERNELS=off" in provenance()["kernels"]
-    monkeypatch.setenv(dispatch.SWITCH, ON)
-    monkeypatch.setattr(verify, "rejection", refusing(verify.rejection))
+    monkeypatch.setenv(SWITCH, ON)
+    monkeypatch.setattr(fused, "rejection", refusing(fused.rejection))
     with pytest.warns(RuntimeWarning, match="rejection of a point mass"):
         found = run(target, drafter, Rejection(), asked)
     assert {key: outcome(one) for key, one in found.items()} == {key: outcome(one) for key, one in expected.items()}
@@ -155,7 +157,7 @@ def test_decoding_goes_on_with_the_reference(monkeypatch):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a device")
 def test_nothing_is_tried_where_there_is_no_device(monkeypatch):
-    monkeypatch.delenv(dispatch.SWITCH)
+    monkeypatch.delenv(SWITCH)
     assert judged_by(Rejection()) == "cpu: reference, because it is no CUDA device"
     assert self_check.failure.cache_info().misses == 0
     assert judged_by(Match()) == "cpu: reference"

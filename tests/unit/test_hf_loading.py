@@ -10,15 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from spectoolkit.errors import UsageError
-from spectoolkit.models.hf import (
-    HFTokenizer,
-    load_draft_hf,
-    load_hf,
-    parse_device,
-    same_tokenizer,
-    stop_ids,
-    tokenizer_difference,
-)
+from spectoolkit.models.hf_loading import load_draft_hf, load_hf, parse_device
+from spectoolkit.models.hf_tokenizer import HFTokenizer, same_tokenizer, stop_ids, tokenizer_difference
 from spectoolkit.models.tabular import random_tabular
 from spectoolkit.prompts import Message, Prompt
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer

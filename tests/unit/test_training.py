@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from spectoolkit import config
 from spectoolkit.composed_prompts import load_composed
 from spectoolkit.errors import RunError, UsageError
-from spectoolkit.models.eagle3 import Eagle3, Eagle3Config
+from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.eagle3_files import save_eagle3
+from spectoolkit.models.eagle3_head import Eagle3Config
 from spectoolkit.models.eagle3_start import fresh_head, head_config, trained_head, with_draft_ids
 from spectoolkit.prompts import load_builtin
 from spectoolkit.studies.train_draft_head import apart

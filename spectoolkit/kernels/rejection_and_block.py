@@ -1,4 +1,4 @@
-"""Verification from logits: no probabilities are written, and each row is read at most twice.
+"""Rejection and block verification from logits: no probabilities are written, and each row is read at most twice.
 
 Of a step with target logits [B, K+1, V] a first pass reads every row that belongs to a token, and leaves a largest
 logit and a sum of exponentials per chunk. From these a program per sequence has p(x) and q(x) of the drafted tokens,
@@ -9,8 +9,7 @@ Arithmetic. Logits are divided by T in float32 and exponentials are float32, on 
 error grows with the distance from the row's largest logit, by some 1e-7 of it. Sums within a chunk are float32; sums
 over chunks, p(x), q(x), thresholds and the inversion of the distribution function are float64. Products and differences
 are not fused, so that a residual is the same number where it is summed and where it is drawn from. A verdict is that of
-the reference but where a uniform lies within the rounding of a threshold, or where two scores of coupled verification
-lie within rounding of each other.
+the reference but where a uniform lies within the rounding of a threshold.
 """
 
 # What a launch takes beside a kernel's parameters, and what a kernel's own types are, is not in triton's annotations.
@@ -26,10 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from spectoolkit.datatypes import Dense, PointMass, Uniforms, Verdict
-from spectoolkit.kernels.launch import chunk_size, num_chunks, num_warps, on_device_of, padded, with_dense_rows
-from spectoolkit.kernels.noise import exponential_of
+from spectoolkit.kernels.launch import Cut, on_device_of, padded, with_dense_rows
 from spectoolkit.kernels.rows import (
-    NO_INDEX,
     below,
     chunk_masses,
     combine_parts,
@@ -42,10 +39,7 @@ from spectoolkit.kernels.rows import (
     probs_of_chunk,
     store_parts,
 )
-
-INVALID_TARGET, NOT_DRAWN, INVALID_DRAFT = 1, 2, 4
-"""Bits of a sequence's status: a target row without a distribution, a drafted token of probability 0 under its law, a
-row of draft logits without a distribution. 0 is a verdict to be used; the reference reports the others."""
+from spectoolkit.kernels.verdict import int32, verdict_buffers
 
 _POINT, _DENSE, _LOGITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -269,66 +263,6 @@ def _pick(
     tl.store(emitted + b * (num_drafts + 1) + position, block, mask=position <= num_drafts)
 
 
-@triton.jit
-def _coupled_parts(
-    logits, temperature, lengths, keys, max_ptr, arg_ptr, score_ptr, best_ptr,
-    num_rows, vocab_size, stride_b, stride_q, num_chunks,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """A chunk's largest logit with its id, and the largest of exp(x - largest) / E with its id."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    b, i = row // num_rows, row % num_rows
-    if i <= tl.load(lengths + b):
-        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        start = logits + b.to(tl.int64) * stride_b + i.to(tl.int64) * stride_q
-        x = tl.div_rn(load_logits(start, tokens, vocab_size), divisor(tl.load(temperature + b)))
-        top = tl.max(x, axis=0)
-        scores = tl.exp(below(x, top)).to(tl.float64) / exponential_of(tl.load(keys + row), tokens.to(tl.int64))
-        score = tl.max(scores, axis=0)
-        at = row.to(tl.int64) * num_chunks + chunk
-        tl.store(max_ptr + at, top)
-        tl.store(arg_ptr + at, tl.min(tl.where(x == top, tokens, NO_INDEX), axis=0))
-        tl.store(score_ptr + at, score)
-        tl.store(best_ptr + at, tl.min(tl.where(scores == score, tokens, NO_INDEX), axis=0))
-
-
-@triton.jit
-def _coupled_verdict(
-    temperature, tokens, lengths, max_ptr, arg_ptr, score_ptr, best_ptr, emitted, judged, accepted, status_ptr,
-    num_drafts, num_chunks,
-    CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """The target's own token of every row, and the drafts that equal it."""
-    b = tl.program_id(0).to(tl.int64)
-    length, t = tl.load(lengths + b), tl.load(temperature + b)
-    chunk = tl.arange(0, CHUNKS)
-    inside = chunk < num_chunks
-    num_accepted = length * 0
-    alive = length >= 0
-    status = (length * 0).to(tl.int32)
-    for i in range(0, num_drafts + 1):
-        row = b * (num_drafts + 1) + i
-        sampled = length * 0 - 1
-        if i <= length:
-            at = row * num_chunks + chunk
-            tops = tl.load(max_ptr + at, mask=inside, other=-float("inf"))
-            top = tl.max(tops, axis=0)
-            status |= tl.where(is_fine(top), 0, 1)
-            scores = chunk_masses(tops, tl.load(score_ptr + at, mask=inside, other=0.0), top)
-            ids = tl.load(best_ptr + at, mask=inside, other=NO_INDEX)
-            drawn = tl.min(tl.where(scores == tl.max(scores, axis=0), ids, NO_INDEX), axis=0)
-            first = tl.min(tl.where(tops == top, tl.load(arg_ptr + at, mask=inside, other=NO_INDEX), NO_INDEX), axis=0)
-            sampled = tl.where(t == 0, first, drawn).to(tl.int64)
-        tl.store(emitted + row, tl.where(alive, sampled, -1))
-        if i < num_drafts:
-            matched = (i < length) & (tl.load(tokens + b * num_drafts + i) == sampled)
-            tl.store(judged + b * num_drafts + i, matched.to(tl.int8))
-            alive = alive & matched
-            num_accepted += alive.to(tl.int64)
-    tl.store(accepted + b, num_accepted)
-    tl.store(status_ptr + b, status)
-
-
 def rejection(
     target_logits: Tensor,
     temperature: Tensor,
@@ -348,8 +282,8 @@ def rejection(
         chunk: tokens per program, a power of two; None is `launch.chunk_size`.
 
     Returns:
-        The verdict, and the status [B] of every sequence, 0 or some of `INVALID_TARGET`, `NOT_DRAWN` and
-        `INVALID_DRAFT`: there the verdict means nothing.
+        The verdict, and the status [B] of every sequence, 0 or some of `verdict.INVALID_TARGET`,
+        `NOT_DRAWN` and `INVALID_DRAFT`: there the verdict means nothing.
     """
     return _judge(target_logits, temperature, tokens, lengths, draft, uniforms, chunk, is_block=False)
 
@@ -367,54 +301,6 @@ def block(
     return _judge(target_logits, temperature, tokens, lengths, draft, uniforms, chunk, is_block=True)
 
 
-def coupled(
-    target_logits: Tensor,
-    temperature: Tensor,
-    tokens: Tensor,
-    lengths: Tensor,
-    keys: Tensor,
-    chunk: int | None = None,
-) -> tuple[Verdict, Tensor]:
-    """`verifiers.Coupled` with the shared noise of `keys` [B, K+1] int64, else as for `rejection`. One read per row."""
-    logits = with_dense_rows(target_logits)
-    size, num_rows, vocab_size = logits.shape
-    cut = _Cut.of(vocab_size, chunk)
-    num = cut.num_chunks
-    top, arg = logits.new_empty((size * num_rows, num), dtype=torch.float32), _int32(logits, size * num_rows, num)
-    score, best = torch.empty_like(top, dtype=torch.float64), torch.empty_like(arg)
-    emitted, judged, accepted, status = _results(logits, tokens)
-    tokens, lengths = tokens.to(torch.int64).contiguous(), lengths.to(torch.int64).contiguous()
-    temperature = temperature.to(torch.float64).contiguous()
-    with on_device_of(logits):
-        _coupled_parts[(size * num_rows, num)](
-            logits, temperature, lengths, keys.contiguous(), top, arg, score, best,
-            num_rows, vocab_size, logits.stride(0), logits.stride(1), num,
-            CHUNK=cut.chunk, num_warps=cut.num_warps,
-        )  # fmt: skip
-        _coupled_verdict[(size,)](
-            temperature, tokens, lengths, top, arg, score, best, emitted, judged, accepted, status,
-            num_rows - 1, num,
-            CHUNKS=cut.padded, num_warps=1,
-        )  # fmt: skip
-    return Verdict(accepted, emitted, judged.to(torch.bool)), status
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How rows are cut: tokens per chunk, chunks, the length of a vector of all chunks, warps per chunk."""
-
-    chunk: int
-    num_chunks: int
-    padded: int
-    num_warps: int
-
-    @staticmethod
-    def of(vocab_size: int, chunk: int | None) -> _Cut:
-        chunk = chunk or chunk_size(vocab_size)
-        num = num_chunks(vocab_size, chunk)
-        return _Cut(chunk, num, padded(num), num_warps(chunk))
-
-
 def _judge(
     target_logits: Tensor,
     temperature: Tensor,
@@ -429,7 +315,7 @@ def _judge(
     logits = with_dense_rows(target_logits)
     size, num_rows, vocab_size = logits.shape
     num_drafts = num_rows - 1
-    cut = _Cut.of(vocab_size, chunk)
+    cut = Cut.of(vocab_size, chunk)
     num = cut.num_chunks
     temperature = temperature.to(torch.float64).contiguous()
     tokens, lengths = tokens.to(torch.int64).contiguous(), lengths.to(torch.int64).contiguous()
@@ -454,7 +340,7 @@ def _judge(
     prob = logits.new_empty((size, num_drafts), dtype=torch.float64)
     mass_rows = 0 if kind == 0 else num_drafts if is_block else 1
     mass = logits.new_empty((size * mass_rows, num), dtype=torch.float32)
-    emitted, judged, accepted, status = _results(logits, tokens)
+    emitted, judged, accepted, status = verdict_buffers(logits, tokens)
     strides = (logits.stride(0), logits.stride(1), rows.stride(0), rows.stride(1))
     sizes = (num_drafts, vocab_size, width, *strides, num)
     with on_device_of(logits):
@@ -492,26 +378,13 @@ def _judge(
     return Verdict(accepted, emitted, judged.to(torch.bool)), status
 
 
-def _int32(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.int32)
-
-
 def _parts_buffers(like: Tensor, num_rows: int, num: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per row and chunk: largest logit, sum of exponentials, id of the largest."""
     top = like.new_empty((num_rows, num), dtype=torch.float32)
-    return top, torch.empty_like(top), _int32(like, num_rows, num)
+    return top, torch.empty_like(top), int32(like, num_rows, num)
 
 
 def _row_buffers(like: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per row: largest logit, sum of exponentials, id of the largest."""
     total = like.new_empty((num_rows,), dtype=torch.float64)
-    return like.new_empty((num_rows,), dtype=torch.float32), total, _int32(like, num_rows)
-
-
-def _results(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Emitted [B, K+1], judged alone [B, K] (int8), accepted [B], status [B]."""
-    size, num_rows, _ = logits.shape
-    emitted = torch.empty((size, num_rows), dtype=torch.int64, device=logits.device)
-    judged = torch.zeros((size, num_rows - 1), dtype=torch.int8, device=logits.device)
-    accepted = torch.empty(size, dtype=torch.int64, device=logits.device)
-    return emitted, judged, accepted, _int32(logits, size)
+    return like.new_empty((num_rows,), dtype=torch.float32), total, int32(like, num_rows)
