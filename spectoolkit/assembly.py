@@ -23,7 +23,7 @@ from spectoolkit.decode import check_pair
 from spectoolkit.drafters.stream import as_stream
 from spectoolkit.errors import UsageError
 from spectoolkit.interfaces import Drafter, DraftStream, LanguageModel, Verifier
-from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.prefix_cache import PrefixCache
 from spectoolkit.prompt_length import LengthRule, fit
 from spectoolkit.prompts import Prompt, PromptSet

@@ -14,7 +14,7 @@ from spectoolkit.datatypes import Completion, DraftNoise, Judged, Proposal, Requ
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.noise import Role, chain_uniforms, position_keys, request_key, request_states, uniforms
 from spectoolkit.functional.noise_ahead import NoiseAhead, StepNoise
-from spectoolkit.functional.ragged import to_device
+from spectoolkit.functional.ragged import ints
 from spectoolkit.interfaces import LanguageModel
 from spectoolkit.laps import Laps
 from spectoolkit.sampling import SamplingState
@@ -117,7 +117,9 @@ class Batch:
             noise = self._ahead.at(starts)
             assert noise is not None
         self._step_noise = noise
-        return DraftNoise(noise.draft if width == self._num_draft_tokens else noise.draft[:, :width], noise.keys[:, :width])
+        return DraftNoise(
+            noise.draft if width == self._num_draft_tokens else noise.draft[:, :width], noise.keys[:, :width]
+        )
 
     def verify_noise(self, proposal: Proposal) -> Uniforms:
         """The noise that judges `proposal`, whose own was `draft_noise`."""
@@ -130,18 +132,16 @@ class Batch:
         return Uniforms(noise.accept[:, :width], noise.emit[:, : width + 1], noise.keys[:, : width + 1])
 
     def _starts(self) -> Tensor:
-        return to_device(torch.tensor(self.sampling.num_tokens), self._seeds.device)
+        return ints(self.sampling.num_tokens, self._seeds.device)
 
-    def commit(
-        self, proposal: Proposal, judged: Judged, keeps_law: bool
-    ) -> tuple[list[list[int]], Tensor | None]:
+    def commit(self, proposal: Proposal, judged: Judged, keeps_law: bool) -> tuple[list[list[int]], list[int] | None]:
         """Take over a verdict: cut every block where its request ends, and record the step.
 
         `keeps_law` is that of the verifier.
 
         Returns:
-            What each row emitted, up to K+1 tokens; and [B] the chain that the verdict names, on the host, if it names
-            any. The one copy from device to host of a step happens here.
+            What each row emitted, up to K+1 tokens; and the chain of each that the verdict names, if it names any. The
+            one copy from device to host of a step happens here.
 
         Raises:
             InvalidLogitsError, ContractError: what `proposal` or `judged` says was wrong on the device.
@@ -168,7 +168,7 @@ class Batch:
         self.sampling = self.sampling.commit(emitted)
         self._advanced()
         chains = [row.chain for row in decided if row.chain is not None]
-        return emitted, torch.tensor(chains) if chains else None
+        return emitted, chains or None
 
     def check_proposal(self, proposal: Proposal) -> None:
         """Refuse a proposal before anything is made of it; this waits for the device.
@@ -241,8 +241,7 @@ class Batch:
         self._advanced()
 
     def _advanced(self) -> None:
-        last = [[(row.output or row.request.prompt)[-1]] for row in self.rows]
-        self.last_tokens = to_device(torch.tensor(last), self._target.device)
+        self.last_tokens = ints([[(row.output or row.request.prompt)[-1]] for row in self.rows], self._target.device)
         self.max_tokens = [min(self._num_draft_tokens, row.remaining - 1) for row in self.rows]
 
 

@@ -5,13 +5,14 @@ This costs the target C times the rows of an ordinary step, and a copy of its ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectoolkit.datatypes import Proposal, Verdict
+from spectoolkit.datatypes import Proposal
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.ragged import repeated, to_device
 from spectoolkit.interfaces import LanguageModel
@@ -45,10 +46,9 @@ def proposal_rows(sampling: SamplingState, logits: Tensor, proposal: Proposal) -
 
     And marks [B * C, K+1] as in `SamplingState.rows`.
     """
-    if proposal.num_chains is None:
-        return sampling.rows(logits, proposal.tokens)
-    probs, marks = sampling.repeat(proposal.num_chains).rows(logits, proposal.tokens.flatten(0, 1))
-    return probs.unflatten(0, (-1, proposal.num_chains)), marks
+    num_chains = proposal.num_chains
+    probs, marks = sampling.repeat(num_chains or 1).rows(logits, proposal.tokens.flatten(0, -2))
+    return probs if num_chains is None else probs.unflatten(0, (-1, num_chains)), marks
 
 
 def proposal_probs(sampling: SamplingState, logits: Tensor, proposal: Proposal) -> Tensor:
@@ -62,8 +62,8 @@ def proposal_probs(sampling: SamplingState, logits: Tensor, proposal: Proposal) 
     return probs
 
 
-def keep_chain(target: LanguageModel, state: Any, proposal: Proposal, verdict: Verdict) -> Any:
-    """The state of B rows again: of each sequence the chain that the verdict names, on the host.
+def keep_chain(target: LanguageModel, state: Any, proposal: Proposal, chains: Sequence[int] | None) -> Any:
+    """The state of B rows again: of each sequence the chain that the verdict names.
 
     Raises:
         ContractError: the verdict on several chains names none.
@@ -71,7 +71,6 @@ def keep_chain(target: LanguageModel, state: Any, proposal: Proposal, verdict: V
     num_chains = proposal.num_chains or 1
     if num_chains == 1:
         return state
-    if verdict.chain is None:
+    if chains is None:
         raise ContractError(f"verdict.chain: expected one of {num_chains} chains for each sequence, got None")
-    first = torch.arange(len(verdict.chain), device=verdict.chain.device) * num_chains
-    return target.select(state, (first + verdict.chain).tolist())
+    return target.select(state, [row * num_chains + chain for row, chain in enumerate(chains)])

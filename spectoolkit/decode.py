@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -79,13 +78,13 @@ def decode(
         laps.mark()
 
         judged = judge(batch.sampling, logits, proposal, batch.verify_noise(proposal))
-        emitted, chain = batch.commit(proposal, judged, verifier.keeps_law)
-        verdict, target_probs = judged.verdict, judged.target_probs
+        emitted, chains = batch.commit(proposal, judged, verifier.keeps_law)
         if observe is not None:
-            assert target_probs is not None  # kept on request
-            rows = target_probs if verdict.chain is None else take(target_probs, verdict.chain)
+            rows, chain = judged.target_probs, judged.verdict.chain
+            assert rows is not None  # kept on request
+            rows = rows if chain is None else take(rows, chain)
             observe(batch.sampling.request_ids, rows, proposal, to_device(pad_rows(emitted), target.device))
-        target_state = keep_chain(target, target_state, proposal, replace(verdict, chain=chain))
+        target_state = keep_chain(target, target_state, proposal, chains)
         target_state = target.rollback(target_state, [number - 1 for number in batch.sampling.num_tokens])
         features = _features(target, drafter, target_state, list(map(len, emitted)))
         draft_state = drafter.commit(draft_state, emitted, features)

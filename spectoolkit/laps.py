@@ -17,23 +17,24 @@ class Laps:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._is_cuda = device.type == "cuda"
         self._marks: list[Any] = []
 
     def mark(self) -> None:
         """Note the present moment."""
-        if self._stream is None:
-            self._marks.append(time.perf_counter())
-        else:
+        if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record(self._stream)
+            event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
         """Between one mark and the next: drafting, the target's forward, and verification with all else."""
         pairs = list(itertools.pairwise(self._marks))
-        if self._stream is None:
+        if not self._is_cuda:
             return tuple(end - begin for begin, end in pairs)
         self._marks[-1].synchronize()
         return tuple(begin.elapsed_time(end) / 1000 for begin, end in pairs)

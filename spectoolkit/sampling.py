@@ -176,14 +176,18 @@ class SamplingState:
         self.check(marks, appended, model)
         return probs
 
-    def rows(self, logits: Tensor, appended: Tensor) -> tuple[Tensor, Tensor]:
-        """As `probs`, with marks [B, Q] that are finite where a distribution follows: nothing is read back."""
+    def rows(self, logits: Tensor, appended: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `probs`, with marks [B, Q] that are finite where a distribution follows: nothing is read back.
+
+        `appended` may be None where there are no penalties.
+        """
         params = self.params
         if params.is_softmax and self.penalties is None and logits.dtype != torch.float64:
             probs = torch.softmax(logits / params.divisor, -1)
         else:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             if self.penalties is not None:
+                assert appended is not None
                 wide = penalise(wide, self.penalties, appended)
             filters = (params.top_k, params.top_p, params.min_p)
             probs = warp(wide, params.temperature, *filters, is_greedy=params.is_greedy)
@@ -193,10 +197,11 @@ class SamplingState:
             marks = marks + logits.amax(-1)  # amax propagates NaN; -inf: no entry is finite
         return probs, marks
 
-    def largest(self, logits: Tensor, appended: Tensor) -> tuple[Tensor, Tensor]:
-        """Where all rows are greedy: their tokens [B, Q], and marks as in `rows`."""
+    def largest(self, logits: Tensor, appended: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Where all rows are greedy: their tokens [B, Q], and marks as in `rows`, with `appended` as there."""
         top, tokens = logits.max(-1)  # of several largest ones the lowest id
         if self.penalties is not None:
+            assert appended is not None
             tokens = penalise(logits, self.penalties, appended).argmax(-1)
         return tokens, top
 
@@ -206,7 +211,7 @@ class SamplingState:
         Raises:
             InvalidLogitsError: as `refuse`.
         """
-        if not all(map(math.isfinite, marks.flatten().tolist())):
+        if not math.isfinite(sum(map(sum, marks.tolist()))):
             self.refuse(are_faults(marks), appended, model)
 
     def refuse(self, faults: Tensor, appended: Tensor, model: str) -> None:

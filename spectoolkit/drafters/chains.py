@@ -14,7 +14,7 @@ from spectoolkit.drafters.model import ModelDrafter
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import without
 from spectoolkit.functional.draw import draw
-from spectoolkit.functional.ragged import repeated
+from spectoolkit.functional.ragged import few_ints, repeated
 from spectoolkit.sampling import SamplingState
 
 
@@ -69,7 +69,7 @@ class ChainsDrafter(ModelDrafter):
             device = noise.uniforms.device
             tokens = torch.empty((num_rows, num_chains, 0), dtype=torch.int64, device=device)
             rows = torch.empty((num_rows, num_chains, 0, self.vocab_size), device=device)
-            return Proposal(tokens, torch.tensor(max_tokens), Chains(rows, self.with_replacement)), state
+            return Proposal(tokens, few_ints(max_tokens, device), Chains(rows, self.with_replacement)), state
         logits, state = self.stream.first(state)
         # Of several chains a copy is fed; with one, the state itself goes on, as in `ModelDrafter`.
         copied = state if num_chains == 1 else self.stream.select(state, repeated(num_rows, num_chains))
@@ -82,7 +82,7 @@ class ChainsDrafter(ModelDrafter):
         )
         tokens, rows = (part.unflatten(0, (num_rows, num_chains)) for part in (drawn.tokens, drawn.fields[0]))
         faults = None if drawn.faults is None else drawn.faults.unflatten(0, (num_rows, num_chains))
-        proposal = Proposal(tokens, torch.tensor(max_tokens), Chains(rows, self.with_replacement), faults)
+        proposal = Proposal(tokens, few_ints(max_tokens, tokens.device), Chains(rows, self.with_replacement), faults)
         return proposal, fed if num_chains == 1 else state
 
     def sample(self, probs: Tensor, noise: DraftNoise, index: int) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -24,7 +24,7 @@ from spectoolkit.datatypes import (
 from spectoolkit.drafters.stream import as_stream
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.draw import draw
-from spectoolkit.functional.ragged import places, to_device
+from spectoolkit.functional.ragged import few_ints, places
 from spectoolkit.interfaces import DraftStream, LanguageModel
 from spectoolkit.sampling import SamplingState, are_faults
 
@@ -162,11 +162,11 @@ class ModelDrafter:
         num_rows, num_draft_tokens = noise.uniforms.shape
         if num_draft_tokens == 0:
             tokens = torch.empty((num_rows, 0), dtype=torch.int64, device=noise.uniforms.device)
-            return Proposal(tokens, torch.tensor(max_tokens), PointMass()), state
+            return Proposal(tokens, few_ints(max_tokens, tokens.device), PointMass()), state
         logits, state = self.stream.first(state)
         drawn, state = self.draw_tokens(logits, state, sampling, max_tokens, noise)
         law = PointMass() if self.is_argmax else self.sampled_law(*drawn.fields)
-        return Proposal(drawn.tokens, torch.tensor(max_tokens), law, drawn.faults), state
+        return Proposal(drawn.tokens, few_ints(max_tokens, drawn.tokens.device), law, drawn.faults), state
 
     def draw_tokens(
         self, logits: Tensor, state: Any, sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
@@ -181,19 +181,20 @@ class ModelDrafter:
         num_draft_tokens, device = noise.uniforms.shape[1], logits.device
         beyond = None
         if min(max_tokens) < num_draft_tokens:
-            beyond = places(num_draft_tokens, device) >= to_device(torch.tensor(max_tokens), device)[:, None]
+            beyond = places(num_draft_tokens, device) >= few_ints(max_tokens, device)[:, None]
         stream, own, is_argmax = self.stream, self.draft_sampling(sampling), self.is_argmax
         # A row with NaN, not refused yet, may give an id that a smaller vocabulary lacks.
         is_fed_as_it_is = not self.draws_pads and stream.vocab_size >= self.vocab_size
         tokens: list[Tensor] = []
         marks: list[Tensor] = []
         kept: list[tuple[Tensor, ...]] = []
-        appended = logits.new_empty((len(logits), 0), dtype=torch.int64)
+        looks_back = own.penalties is not None or self._has_own_rows
+        appended = logits.new_empty((len(logits), 0), dtype=torch.int64) if looks_back else None
         for i in range(num_draft_tokens):
             if i > 0:
                 fed = tokens[-1][:, None]
                 logits, state = stream.next(state, fed if is_fed_as_it_is else fed.clamp(0, stream.vocab_size - 1))
-                if own.penalties is not None or self._has_own_rows:  # nothing else looks at what was drafted before
+                if looks_back:
                     appended = torch.stack(tokens, 1)
             if beyond is not None:  # rows behind the end of their proposal belong to no token and may hold anything
                 logits = logits.masked_fill(beyond[:, i, None, None], 0)
@@ -219,11 +220,12 @@ class ModelDrafter:
         return Drawn(found, fields, faults=None), state
 
     def _rows(
-        self, logits: Tensor, own: SamplingState, sampling: SamplingState, appended: Tensor
+        self, logits: Tensor, own: SamplingState, sampling: SamplingState, appended: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """q [B, 1, V] and marks as in `SamplingState.rows`: by `draft_probs` where a drafter has its own."""
         if not self._has_own_rows:
             return own.rows(logits, appended)
+        assert appended is not None
         probs = self.draft_probs(logits, sampling, appended)
         return probs, probs[..., 0]
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import take
-from spectoolkit.functional.ragged import to_device
+from spectoolkit.functional.ragged import few_ints, ints
 from spectoolkit.interfaces import Drafter, DraftStream, LanguageModel
 
 Row = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class ModelDraftState:
+class ModelDraftState(NamedTuple):
     """Where the draft model stands in B sequences; the numbers are the host's.
 
     Attributes:
@@ -75,11 +74,11 @@ class ModelStream:
         rows = [[min(token, last_id) for token in row] for row in state.pending]
         counts = [len(row) for row in rows]
         width = max(counts)
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        logits, cache = self.model.score(state.cache, to_device(tokens, self.device))
+        tokens = ints([row + [0] * (width - len(row)) for row in rows], self.device)
+        logits, cache = self.model.score(state.cache, tokens)
         if min(counts) < width:
             cache = self.model.rollback(cache, state.num_committed)  # drops what was fed as filling
-            logits = take(logits, to_device(torch.tensor(counts) - 1, self.device))[:, None]
+            logits = take(logits, few_ints([count - 1 for count in counts], self.device))[:, None]
         elif width > 1:
             logits = logits[:, -1:]
         return logits, ModelDraftState(cache, state.num_committed, state.num_committed, ((),) * len(rows))

@@ -55,10 +55,7 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
     p itself where (p - q)+ is empty, as happens by rounding when p and q are equal but for their last digits.
     """
-    vocab_size, draft_vocab_size = target_probs.shape[-1], draft_probs.shape[-1]
-    if draft_vocab_size < vocab_size:
-        draft_probs = pad(draft_probs, (0, vocab_size - draft_vocab_size))
-    difference = target_probs - draft_probs[..., :vocab_size]
+    difference = target_probs - _fitted(draft_probs, target_probs.shape[-1])
     return _or_else(difference.clamp_(min=0), target_probs)
 
 
@@ -76,10 +73,18 @@ def without(weights: Tensor, tokens: Tensor) -> Tensor:
     return weights.scatter(-1, index, torch.where(tokens[..., None] == index, 0, weights.gather(-1, index)))
 
 
+def _fitted(probs: Tensor, vocab_size: int) -> Tensor:
+    """Rows [..., V'] as [..., V]: missing ids have no probability, others are cut off."""
+    missing = vocab_size - probs.shape[-1]
+    if missing > 0:
+        return pad(probs, (0, missing))
+    return probs if missing == 0 else probs[..., :vocab_size]
+
+
 def _or_else(weights: Tensor, otherwise: Tensor) -> Tensor:
     """`weights`, or `otherwise` in the rows where they sum to 0."""
     sums = weights.sum(-1, keepdim=True)
-    if sums.device.type == "cpu" and all(sums.flatten().tolist()):  # most often so, and nothing waits
+    if sums.is_cpu and all(sums.flatten().tolist()):  # most often so, and nothing waits
         return weights
     return torch.where(sums > 0, weights, otherwise)
 
@@ -89,6 +94,16 @@ def probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
     index = tokens.clamp(0, probs.shape[-1] - 1)
     found = probs.gather(-1, index.unsqueeze(-1)).squeeze(-1).double()
     return found.masked_fill_(tokens != index, 0)
+
+
+def both_probs_of(one: Tensor, other: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """As `probs_of` for two of rows [..., V] and [..., V'], each in its own type."""
+    if one.shape[-1] != other.shape[-1]:
+        return probs_of(one, tokens), probs_of(other, tokens)
+    index = tokens.clamp(0, one.shape[-1] - 1)
+    at, is_outside = index.unsqueeze(-1), tokens != index
+    p, q = one.gather(-1, at).squeeze(-1), other.gather(-1, at).squeeze(-1)
+    return p.masked_fill_(is_outside, 0), q.masked_fill_(is_outside, 0)
 
 
 def sparse_probs_of(ids: Tensor, probs: Tensor, tokens: Tensor) -> Tensor:
@@ -105,11 +120,9 @@ def sparse_row(ids: Tensor, probs: Tensor, vocab_size: int) -> Tensor:
 
 def residual_mass(target_probs: Tensor, draft_probs: Tensor, scale: Tensor) -> Tensor:
     """Sum [...] float64 over x of (s p(x) - q(x))+ for rows [..., V] and `scale` s [...]."""
-    vocab_size, draft_vocab_size = target_probs.shape[-1], draft_probs.shape[-1]
-    if draft_vocab_size < vocab_size:
-        draft_probs = pad(draft_probs, (0, vocab_size - draft_vocab_size))
     scaled = target_probs * scale[..., None].to(target_probs.dtype)
-    return scaled.sub_(draft_probs[..., :vocab_size]).clamp_(min=0).sum(-1, dtype=torch.float64)
+    draft_probs = _fitted(draft_probs, target_probs.shape[-1])
+    return scaled.sub_(draft_probs).clamp_(min=0).sum(-1, dtype=torch.float64)
 
 
 def sparse_residual_mass(target_probs: Tensor, ids: Tensor, probs: Tensor, scale: Tensor) -> Tensor:
@@ -170,7 +183,7 @@ def matched_block(sampled: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Ten
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
     """`rows[b, index[b]]` for every b: one row of [B, N, ...] per sequence. Not to be written to."""
-    if len(index) == 1 and index.device.type == "cpu":  # a view, for the price of none of an index's kernels
+    if index.is_cpu and len(index) == 1:  # a view, for the price of none of an index's kernels
         return rows[:, int(index)]
     return rows[places(len(index), index.device), index]
 

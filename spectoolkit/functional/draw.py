@@ -77,7 +77,7 @@ def _first_above(cumulated: Tensor, goal: Tensor, weights: Tensor, *, may_exceed
     a search finds the same index, in a tenth of the operations.
     """
     size = weights.shape[-1]
-    if cumulated.device.type == "cpu" and not has_torch_function_unary(goal):
+    if cumulated.is_cpu and not has_torch_function_unary(goal):
         if may_exceed:
             goal = torch.minimum(goal, cumulated[..., -1].nextafter(_BELOW))
         found = torch.searchsorted(cumulated, goal[..., None].contiguous(), right=True).squeeze(-1)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from spectoolkit.functional.acceptance import take
 from spectoolkit.functional.noise import Role, step_noise
-from spectoolkit.functional.ragged import places, to_device
+from spectoolkit.functional.ragged import ints, places
 
 _NUM_STARTS = 64
 """Starts made at once: some dozens of steps do without, and it is little to keep. On a GPU launches count and not the
@@ -52,7 +51,7 @@ class NoiseAhead:
     def of(states: Tensor, first: tuple[int, ...], num_draft_tokens: int) -> NoiseAhead:
         """For requests of these `functional.noise.request_states` [B]."""
         num_starts = _NUM_STARTS if states.device.type != "cpu" else max(1, _NUM_STARTS // len(first))
-        starts = to_device(torch.tensor(first), states.device)[:, None] + places(num_starts, states.device)
+        starts = ints(first, states.device)[:, None] + places(num_starts, states.device)
         numbers, keys = step_noise(states.repeat_interleave(num_starts), starts.flatten(), num_draft_tokens + 1)
         by_role = numbers.unflatten(0, starts.shape).unbind(2)
         noise = StepNoise(
@@ -70,5 +69,5 @@ class NoiseAhead:
             return None
         if min(offsets) == max(offsets):
             return StepNoise._make(part.select(1, offsets[0]) for part in self.noise)
-        index = to_device(torch.tensor(offsets), self.noise.keys.device)
+        index = ints(offsets, self.noise.keys.device)
         return StepNoise._make(take(part, index) for part in self.noise)

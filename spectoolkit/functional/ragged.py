@@ -13,6 +13,8 @@ PAD = -1
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """`values`, of the host, on `device`, without waiting for what runs there."""
+    if values.device == device:
+        return values
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
@@ -32,11 +34,14 @@ def filled(count: int, value: int, device: torch.device) -> Tensor:
         return torch.full((count,), value, device=device)
 
 
-def numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """[B] int64 on `device`, without waiting; not to be written to."""
-    if len(set(values)) == 1:
-        return filled(len(values), values[0], device)
+def ints(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Numbers of the host [B] or [B, N], int64, on `device`, without waiting for what runs there."""
     return to_device(torch.tensor(values, dtype=torch.int64), device)
+
+
+def few_ints(values: Sequence[int], device: torch.device) -> Tensor:
+    """As `ints`, for numbers [B] that are small and often all the same; not to be written to."""
+    return filled(len(values), values[0], device) if len(set(values)) == 1 else ints(values, device)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:

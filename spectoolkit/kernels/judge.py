@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -30,6 +30,7 @@ class Judge:
     verifier: Verifier
     device: torch.device
     keeps_rows: bool = False
+    _noted: set[str] = field(default_factory=set, init=False)
 
     def __call__(self, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms) -> Judged:
         """The verdict on a proposal from the logits of `chains.score_proposal`; nothing is read back from the device.
@@ -42,13 +43,13 @@ class Judge:
         kernel = None if self.keeps_rows else kernel_for(*arguments)
         reason = self._reason_for_reference if kernel else "reference"
         if kernel is None or reason:
-            note_kernels(logits, reason)
+            self._note(reason)
             return _judged_by_reference(*arguments)
-        note_kernels(logits, f"{kernel} (self-check passed)")
+        self._note(f"{kernel} (self-check passed)")
         verdict, status = _fused_verdict(kernel, sampling, logits, proposal, uniforms)
 
         def by_reference() -> Verdict:
-            note_kernels(logits, "reference")
+            self._note("reference")
             judged = _judged_by_reference(*arguments)
             return judged.verdict if judged.faults is None or not judged.faults.any() else judged.again()
 
@@ -58,11 +59,16 @@ class Judge:
     def _reason_for_reference(self) -> str:
         return reason_for_reference(self.device)
 
+    def _note(self, what: str) -> None:
+        if what not in self._noted:
+            self._noted.add(what)
+            note_kernels(self.device, what)
+
 
 def _judged_by_reference(
     verifier: Verifier, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms
 ) -> Judged:
-    if logits.device.type == "cpu":  # no rule, whoever wrote it, is given a row of NaN
+    if logits.is_cpu:  # no rule, whoever wrote it, is given a row of NaN
         target_probs = proposal_probs(sampling, logits, proposal)
         verdict = verifier.verify(target_probs, proposal, uniforms)
         return Judged(verdict, target_probs, None, lambda: verdict)

@@ -50,11 +50,11 @@ class Reducer:
         results = (self._fused(known, draft_logits) if known and not reason else None) or {}
         rest = {i: s for i, s in strategies.items() if i not in results}
         if results:
-            note_kernels(draft_logits, "a replay's reduction (self-check passed)")
+            note_kernels(draft_logits.device, "a replay's reduction (self-check passed)")
         if reason:
-            note_kernels(draft_logits, reason)
+            note_kernels(draft_logits.device, reason)
         if rest.keys() - (known.keys() if reason else ()):
-            note_kernels(draft_logits, "reference")
+            note_kernels(draft_logits.device, "reference")
         return results | self._by_reference(rest, draft_logits) if rest else results
 
     def _by_reference(self, strategies: Mapping[int, Strategy], draft_logits: Tensor) -> dict[int, Tensor]:
@@ -95,7 +95,7 @@ class Reducer:
         """The kernels' numbers; None where a row that belongs to a token gives no distribution."""
         from spectoolkit.kernels.reduce import reduce_rows
 
-        temperatures = [drafter.draft_sampling(self._sampling).temperature for drafter, _ in strategies.values()]
+        temperatures = [drafter.draft_sampling(self._sampling).params.temperature for drafter, _ in strategies.values()]
         num_rows = self._tokens.shape[1]
         tokens = self._tokens.flatten()
         found = reduce_rows(

@@ -24,7 +24,6 @@ import os
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.warp import Penalties
@@ -80,6 +79,6 @@ def _changes_logits(penalties: Penalties | None) -> bool:
     return any(values is not None for values in columns)
 
 
-def note_kernels(logits: Tensor, what: str) -> None:
-    """Have the provenance say by what the logits were judged or reduced."""
-    note("kernels", f"{logits.device}: {what}")
+def note_kernels(device: torch.device, what: str) -> None:
+    """Have the provenance say by what logits on `device` were judged or reduced."""
+    note("kernels", f"{device}: {what}")

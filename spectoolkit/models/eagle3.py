@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from spectoolkit.functional.ragged import pad_rows, put_rows, row_lengths, to_device
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.cuda_graphs import Graphs
 from spectoolkit.models.eagle3_head import Eagle3Head, head_dim
-from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.ragged_cache import RaggedCache, ragged_attention, ragged_mask
 
 Row = tuple[int, ...]
@@ -132,9 +132,7 @@ class Eagle3:
         return logits, replace(state, states=states)
 
     @torch.inference_mode()
-    def commit(
-        self, state: Eagle3State, emitted: Sequence[Sequence[int]], features: Tensor | None
-    ) -> Eagle3State:
+    def commit(self, state: Eagle3State, emitted: Sequence[Sequence[int]], features: Tensor | None) -> Eagle3State:
         """Drop the head's own states; the pairs of the `emitted` tokens with the target's `features` are fed next."""
         features = self._checked(features)
         pending = tuple(map(tuple, emitted))

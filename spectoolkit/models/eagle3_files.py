@@ -36,9 +36,9 @@ from transformers import LlamaConfig
 
 from spectoolkit.errors import UsageError
 from spectoolkit.files import writing
+from spectoolkit.models.causal_lm import CausalLM, decoder_layers
 from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.eagle3_head import Eagle3Config, Eagle3Head, default_feature_layers
-from spectoolkit.models.hf import CausalLM, decoder_layers
 
 MAPS = ("d2t", "t2d")
 OPTIONAL = ("lm_head.weight", "embed_tokens.weight", *MAPS)

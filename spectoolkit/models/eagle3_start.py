@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from spectoolkit.errors import UsageError
+from spectoolkit.models.causal_lm import CausalLM, decoder_layers
 from spectoolkit.models.eagle3_files import read_head
 from spectoolkit.models.eagle3_head import Eagle3Config, Eagle3Head, default_feature_layers
-from spectoolkit.models.hf import CausalLM, decoder_layers
 
 _STD = 0.02
 

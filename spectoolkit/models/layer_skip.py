@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from spectoolkit.errors import UsageError
-from spectoolkit.models.hf import CausalLM, decoder_layers
+from spectoolkit.models.causal_lm import CausalLM, decoder_layers
 
 Model = TypeVar("Model")
 

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
 from spectoolkit.errors import ContractError, UsageError
-from spectoolkit.functional.ragged import to_device
+from spectoolkit.functional.ragged import few_ints, ints, to_device
 from spectoolkit.models.cuda_graphs import Forward, GraphedForwards, Graphs
 
 ATTENTION = "spectoolkit_ragged"
@@ -225,7 +225,7 @@ class RaggedCache(Cache):
             return torch.zeros(len(num_tokens), longest, width, dtype=dtype, device=device)
         kept = self._ragged_layers()[-1].keys[:, 0]
         columns = torch.arange(longest, device=device)
-        counts = to_device(torch.tensor(num_tokens), device)
+        counts = few_ints(num_tokens, device)
         at = (self.lengths - counts)[:, None] + columns
         taken = kept.gather(1, at.clamp(0, kept.shape[1] - 1)[..., None].expand(-1, -1, width))
         return taken.masked_fill((columns >= counts[:, None])[..., None], 0)
@@ -239,7 +239,7 @@ class RaggedCache(Cache):
         current = self.host_lengths
         if len(lengths) != len(current) or any(not 0 <= new <= old for new, old in zip(lengths, current, strict=True)):
             raise ContractError(f"rollback: expected at most the current lengths {current}, got {list(lengths)}")
-        self.lengths = to_device(torch.tensor(lengths, dtype=torch.long), self.lengths.device)
+        self.lengths = ints(lengths, self.lengths.device)
         self.host_lengths = list(lengths)
         self.num_rollbacks += 1
 

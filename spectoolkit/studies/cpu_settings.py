@@ -18,8 +18,8 @@ import torch
 
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
-from spectoolkit.models.hf import CausalLM
-from spectoolkit.models.hf_loading import parse_device
+from spectoolkit.models.causal_lm import CausalLM
+from spectoolkit.models.hf import parse_device
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance
 from spectoolkit.runner import completions_of

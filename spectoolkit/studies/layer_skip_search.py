@@ -10,7 +10,7 @@ import pandas as pd
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
 from spectoolkit.functional.theory import expected_acceptance_length
-from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.layer_skip import layer_skip_search
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance

@@ -16,11 +16,11 @@ from spectoolkit import metrics
 from spectoolkit.drafters import ModelDrafter
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace_text
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.eagle3_files import save_eagle3
 from spectoolkit.models.eagle3_head import Eagle3Head
 from spectoolkit.models.eagle3_start import fresh_head, head_config, trained_head, with_draft_ids
-from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.prefix_cache import PrefixCache
 from spectoolkit.progress import progress_bar
 from spectoolkit.provenance import provenance

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from spectoolkit.errors import RunError
 from spectoolkit.files import replace
 from spectoolkit.functional.ragged import pad_rows
-from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.causal_lm import CausalLM
 
 _POOL = 8
 """Batches whose examples are sorted by length together, so that little of a batch is padding."""

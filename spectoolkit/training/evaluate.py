@@ -11,8 +11,8 @@ from torch import Tensor
 
 from spectoolkit.functional.acceptance import overlap
 from spectoolkit.metrics import ratio_interval
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.eagle3 import Eagle3
-from spectoolkit.models.hf import CausalLM
 from spectoolkit.training.data import Batch, hidden_of
 from spectoolkit.training.loss import is_counted
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from spectoolkit.errors import UsageError
 from spectoolkit.files import replace
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.eagle3 import Eagle3
-from spectoolkit.models.hf import CausalLM
 from spectoolkit.training.data import Batch, Hidden, HiddenCache
 from spectoolkit.training.loss import draft_loss, is_counted
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from spectoolkit.datatypes import Chains, Dense, PointMass, Proposal, TopM
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.acceptance import (
+    both_probs_of,
     is_drafted,
     point_mass_residual,
     probs_of,
@@ -41,8 +42,25 @@ def draft_prob(proposal: Proposal) -> Tensor:
             prob = sparse_probs_of(ids, probs, tokens)
         case law:
             raise _unknown(law)
+    return _checked(prob, proposal)
+
+
+def both_probs(target_probs: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
+    """p_i(x_i) and q_i(x_i) [B, K] of the drafted tokens; p = 0 past a proposal's length, and q is anything there.
+
+    Raises:
+        ContractError: as `draft_prob`.
+    """
+    rows = target_probs[:, :-1]
+    if isinstance(proposal.law, Dense):
+        p, q = both_probs_of(rows, proposal.law.probs, proposal.tokens)
+        return p, _checked(q, proposal)
+    return probs_of(rows, proposal.tokens), draft_prob(proposal)
+
+
+def _checked(prob: Tensor, proposal: Proposal) -> Tensor:
     # Elsewhere asking would wait for the device: there the loop asks, with the one copy of a step (`kernels.judge`).
-    if prob.device.type == "cpu" and not all(q > 0 for q in prob.flatten().tolist()) and foreign(prob, proposal).any():
+    if prob.is_cpu and not all(q > 0 for row in prob.tolist() for q in row) and foreign(prob, proposal).any():
         raise foreign_token()
     return prob
 

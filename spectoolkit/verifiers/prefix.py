@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import Proposal, Uniforms, Verdict
-from spectoolkit.functional.acceptance import emitted_block, prefix_length, probs_of, take
+from spectoolkit.functional.acceptance import emitted_block, is_drafted, prefix_length, take
 from spectoolkit.functional.draw import draw
-from spectoolkit.verifiers.draft_law import draft_prob
+from spectoolkit.verifiers.draft_law import both_probs
 
 Recover = Callable[[Tensor, Proposal, Tensor], Tensor]
 """Target row [B, V], proposal and position [B] -> weights [B, V] of the recovered token (`draft_law.residual_at`)."""
@@ -22,8 +22,9 @@ def ratio_test(target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> 
     Raises:
         ContractError: a drafted token that its law gives no probability, or a law that does not say q.
     """
-    p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal)
-    return uniforms.accept * q < p  # no token, no probability: p = 0 past the length
+    drafted = is_drafted(proposal.lengths, proposal.tokens.shape[1])
+    p, q = both_probs(target_probs, proposal)
+    return drafted & (uniforms.accept * q < p)
 
 
 def prefix_verdict(
@@ -36,7 +37,9 @@ def prefix_verdict(
     """
     num_accepted = prefix_length(accepted)
     row = take(target_probs, num_accepted)
-    is_bonus = (num_accepted == proposal.lengths)[:, None]
-    weights = torch.where(is_bonus, row, recover(row, proposal, num_accepted))
+    is_bonus = num_accepted == proposal.lengths
+    weights = recover(row, proposal, num_accepted)
+    if not is_bonus.is_cpu or any(is_bonus.tolist()):  # nothing waits on a CPU
+        weights = torch.where(is_bonus[:, None], row, weights)
     last = draw(weights, take(uniforms.emit, num_accepted))
     return Verdict(num_accepted, emitted_block(proposal.tokens, num_accepted, last), judged_alone=accepted)

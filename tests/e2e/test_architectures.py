@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from spectoolkit.errors import ContractError, UsageError
-from spectoolkit.models.hf import CausalLM, check_supported
-from spectoolkit.models.hf_loading import load_hf
+from spectoolkit.models.causal_lm import CausalLM, check_supported
+from spectoolkit.models.hf import load_hf
 from tests.helpers.tiny_models import FAMILIES, tiny_model
 
 VOCAB_SIZE = 40

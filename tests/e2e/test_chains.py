@@ -87,7 +87,7 @@ def test_every_step_goes_on_behind_the_chain_that_was_accepted(kind, with_replac
         history = [*asked.prompt, *done.tokens[: step.start]]
         sampling = SamplingState.of(["x"], [params], [asked.prompt], [done.tokens[: step.start]], 40)
         state = target.prefill([history[:-1]])
-        features = target.features(state, torch.tensor([len(history) - 1]))
+        features = target.features(state, [len(history) - 1])
         logits, _ = target.score(state, torch.tensor([history[-1:]]))
         torch.testing.assert_close(row, sampling.probs(logits, NOTHING, "target")[0, 0])
         if step.drafted:

@@ -372,7 +372,7 @@ def test_a_draft_temperature_of_zero_is_a_point_mass(parameters, make):
     assert drafter.start([(1,)]).pending == ((1,),)
     state = SamplingState.of(["a", "b"], [SamplingParams()] * 2, [(1,), (2,)], [[], []], 5)
     noise = DraftNoise(torch.tensor([[0.1, 0.9], [0.99, 0.5]], dtype=torch.float64), torch.tensor([[1, 2], [3, 4]]))
-    proposal, _ = drafter.propose(drafter.start([(1,), (2,)]), state, torch.tensor([2, 2]), noise)
+    proposal, _ = drafter.propose(drafter.start([(1,), (2,)]), state, [2, 2], noise)
     assert isinstance(proposal.law, PointMass)
     assert proposal.law.bytes_per_token(5) == 0
     logits, _ = draft.score(draft.prefill([[], []]), torch.tensor([[1], [2]]))
@@ -386,7 +386,7 @@ def test_the_draft_row_is_the_softmax_at_the_draft_temperature_and_not_at_its_sq
     for parameters, temperature in (({"ratio": 1.0}, 0.7), ({"ratio": 0.5}, 0.35), ({"constant": 1.2}, 1.2)):
         drafter = ModelDrafter(draft, 5, **parameters)
         noise = DraftNoise(torch.zeros(1, 1, dtype=torch.float64))
-        proposal, _ = drafter.propose(drafter.start([(1,)]), state, torch.tensor([1]), noise)
+        proposal, _ = drafter.propose(drafter.start([(1,)]), state, [1], noise)
         torch.testing.assert_close(proposal.law.probs[0, 0], (logits[0, 0] / temperature).softmax(-1))
 
 
@@ -401,7 +401,7 @@ def test_a_draft_row_of_top_m_is_the_row_cut_to_its_most_probable_tokens(keep, t
     assert drafter.laws == (TopM,)
     for number in (0.0, 0.3, 0.6, 0.99):
         noise = DraftNoise(torch.tensor([[number]], dtype=torch.float64))
-        proposal, _ = drafter.propose(drafter.start([(1,)]), state, torch.tensor([1]), noise)
+        proposal, _ = drafter.propose(drafter.start([(1,)]), state, [1], noise)
         assert isinstance(proposal.law, TopM)
         assert proposal.law.bytes_per_token(5) == 6 * min(keep, 5)
         kept = torch.zeros(5, dtype=torch.float64).scatter(0, proposal.law.ids[0, 0], proposal.law.probs[0, 0])
@@ -498,13 +498,13 @@ def test_the_draft_cache_drops_what_was_rejected_and_lacks_the_last_of_a_fully_a
     state = drafter.start([(1, 2)])
     sampling = SamplingState.of(["r"], [SamplingParams()], [(1, 2)], [[]], 5)
     noise = DraftNoise(torch.full((1, 4), 0.5, dtype=torch.float64))
-    proposal, state = drafter.propose(state, sampling, torch.tensor([4]), noise)
+    proposal, state = drafter.propose(state, sampling, [4], noise)
     assert (state.num_cached, state.num_fed) == ((2,), 3)
-    emitted = torch.cat([proposal.tokens[:, :accepted], torch.tensor([[0]])], dim=1)
-    state = drafter.commit(state, emitted)
+    emitted = [*proposal.tokens[0, :accepted].tolist(), 0]
+    state = drafter.commit(state, [emitted])
     assert state.num_cached == (2 + kept,)
     assert state.cache.lengths.tolist() == [2 + kept]
-    assert state.pending == (tuple(emitted[0, kept:].tolist()),)
+    assert state.pending == (tuple(emitted[kept:]),)
 
 
 def test_overflow_by_the_sampling_parameters_is_an_error_and_never_a_token():

@@ -12,7 +12,7 @@ from spectoolkit.decode import decode
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, TopMDrafter
 from spectoolkit.errors import ContractError, InvalidLogitsError
 from spectoolkit.functional.ragged import to_device
-from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.tabular import TabularModel, random_tabular
 from spectoolkit.replay import Strategy, replay
 from spectoolkit.scoring import score_by_length, score_expanded

@@ -12,7 +12,7 @@ import torch
 
 from spectoolkit.errors import RunError, UsageError
 from spectoolkit.models import smollm2
-from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.prompts import Message, Prompt
 
 

@@ -28,7 +28,7 @@ from tests.helpers.toys import run, toy_pair
 
 def looked_up(history, limit, drafter):
     noise = DraftNoise(torch.zeros(1, limit, dtype=torch.float64))
-    proposal, _ = drafter.propose(drafter.start([history]), None, torch.tensor([limit]), noise)
+    proposal, _ = drafter.propose(drafter.start([history]), None, [limit], noise)
     assert proposal.tokens.shape[1] == proposal.lengths.item()
     return proposal.tokens[0].tolist()
 
@@ -56,7 +56,7 @@ class Overlong(NGramDrafter):
     """Proposes three tokens whatever it is allowed."""
 
     def propose(self, state, sampling, max_tokens, noise):
-        return super().propose(state, sampling, torch.full_like(max_tokens, 3), noise)
+        return super().propose(state, sampling, [3] * len(max_tokens), noise)
 
 
 def test_23_a_lookup_longer_than_what_may_still_be_emitted():
@@ -144,7 +144,7 @@ def test_33_the_draft_temperature_is_applied_once(temperature):
         (ModelDrafter(draft, 5, ratio=0.5), temperature / 2),
         (ModelDrafter(draft, 5, constant=1.2), 1.2),
     ):
-        law = drafter.propose(drafter.start([(1,)]), state, torch.tensor([1]), noise)[0].law
+        law = drafter.propose(drafter.start([(1,)]), state, [1], noise)[0].law
         row = law.probs[0, 0]
         if isinstance(law, TopM):
             row = torch.zeros(5, dtype=torch.float64).scatter(0, law.ids[0, 0], row)
@@ -170,7 +170,7 @@ def test_the_law_of_a_proposal_is_that_of_the_rows_a_drafter_makes_of_its_own(op
     drafter = Smoothed(draft, 5, **options)
     sampling = SamplingState.of(["r"], [SamplingParams()], [(1, 2)], [()], 5, keeps_histories=True)
     noise = DraftNoise(torch.tensor([[0.1, 0.5, 0.9]], dtype=torch.float64))
-    proposal, _ = drafter.propose(drafter.start([(1, 2)]), sampling, torch.tensor([3]), noise)
+    proposal, _ = drafter.propose(drafter.start([(1, 2)]), sampling, [3], noise)
     logits, _ = draft.score(draft.prefill([(1,)]), torch.cat([torch.tensor([[2]]), proposal.tokens[:, :-1]], 1))
     torch.testing.assert_close(proposal.law.probs, drafter.draft_probs(logits, sampling, proposal.tokens[:, :-1]))
 

@@ -98,7 +98,7 @@ def test_19_drafts_follow_their_requests_and_not_their_places():
     def drafts(drafter, state, sampling, width=2):
         size = len(sampling.request_ids)
         noise = DraftNoise(torch.full((size, width), 0.5, dtype=torch.float64))
-        return drafter.propose(state, sampling, torch.full((size,), width), noise)[0]
+        return drafter.propose(state, sampling, [width] * size, noise)[0]
 
     def named(prompts):
         size = len(prompts)

@@ -8,9 +8,9 @@ from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter
 from spectoolkit.functional.draw import draw
 from spectoolkit.functional.noise import Role, uniforms
 from spectoolkit.functional.warp import warp
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.eagle3_start import fresh_head, head_config
-from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.layer_skip import skip_layers
 from spectoolkit.replay import Strategy, replay
 from spectoolkit.training.data import Example, HiddenCache, batches, frequent_ids

@@ -11,9 +11,9 @@ import torch
 
 from spectoolkit.drafters import ModelDrafter, NGramDrafter
 from spectoolkit.models import cuda_graphs, ragged_cache
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.cuda_graphs import CudaCapture
 from spectoolkit.models.eagle3 import Eagle3
-from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.layer_skip import skip_layers
 from spectoolkit.verifiers import Block, Match
 from tests.helpers.tiny_models import FAMILIES, tiny_head, tiny_model
@@ -112,11 +112,11 @@ def test_a_replayed_forward_does_not_synchronise(dtype):
     counted = Counting(model)
     state = model.prefill([[1, 2, 3], [4]])
     tokens = torch.tensor([[5, 6], [7, 8]], device="cuda")
-    lengths, num_tokens = torch.tensor([3, 1]), torch.tensor([2, 1])
+    lengths, num_tokens = [3, 1], [2, 1]
     for step in range(8):
         with refusing_synchronisation() if step > 3 else contextlib.nullcontext():
             _, state = model.score(state, tokens)
-            state = model.rollback(state, lengths.tolist())
+            state = model.rollback(state, lengths)
             model.features(state, num_tokens)
     assert (counted.num_captures, counted.num_replays) == (1, 6)
 

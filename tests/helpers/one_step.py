@@ -27,7 +27,7 @@ def propose(drafter: Drafter, noise: Tensor, vocab_size: int, params: SamplingPa
     prompts = [(0,)] * size
     keys = torch.arange(size * width).view(size, width)
     state = SamplingState.of([f"r{i}" for i in range(size)], [params] * size, prompts, [()] * size, vocab_size)
-    return drafter.propose(drafter.start(prompts), state, torch.full((size,), width), DraftNoise(noise, keys))[0]
+    return drafter.propose(drafter.start(prompts), state, [width] * size, DraftNoise(noise, keys))[0]
 
 
 def target_probs(target: TabularModel, proposal: Proposal, params: SamplingParams = PLAIN) -> Tensor:

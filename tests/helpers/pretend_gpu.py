@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from spectoolkit.functional import draw, noise
-from spectoolkit.functional.ragged import places
+from spectoolkit.functional.ragged import filled, places
 
 DEVICE = torch.device("cuda", 0)
 
@@ -80,9 +80,10 @@ class PretendTensor(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> PretendTensor:
         assert type(inner) is not PretendTensor
-        made = Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
-        )
+        with torch.inference_mode(inner.is_inference()):  # a view of a tensor made outside that mode is none of it
+            made = Tensor._make_wrapper_subclass(
+                cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
+            )
         made.inner = inner
         return made
 
@@ -265,11 +266,17 @@ class _Event:
         return float(end._at - self._at)
 
 
+def _forget_shared() -> None:
+    """These keep tensors of a device."""
+    places.cache_clear()
+    filled.cache_clear()
+
+
 @contextlib.contextmanager
 def pretend_gpu() -> Iterator[Waits]:
     """Inside, `cuda` is a device. Gives the waits so far."""
     _waits.at.clear()
-    places.cache_clear()
+    _forget_shared()
     stands_in = {
         "Event": _Event,
         "current_stream": lambda device=None: None,
@@ -284,7 +291,7 @@ def pretend_gpu() -> Iterator[Waits]:
             stack.enter_context(_Functions())
             yield _waits
     finally:
-        places.cache_clear()  # it keeps tensors of the device
+        _forget_shared()
 
 
 def to_gpu(module: nn.Module) -> nn.Module:

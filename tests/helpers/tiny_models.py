@@ -9,10 +9,10 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.eagle3 import Eagle3
 from spectoolkit.models.eagle3_head import Eagle3Config, Eagle3Head
-from spectoolkit.models.hf import CausalLM
-from spectoolkit.models.hf_loading import wrap
+from spectoolkit.models.hf import wrap
 
 SLIDING_WINDOW = 5
 

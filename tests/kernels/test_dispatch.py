@@ -13,7 +13,7 @@ from spectoolkit.datatypes import Dense, Proposal, Request, SamplingParams, Unif
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NGramDrafter, NoDrafter, TopMDrafter
 from spectoolkit.errors import ContractError, InvalidLogitsError, UsageError
 from spectoolkit.kernels import replay_reduction
-from spectoolkit.kernels.judge import judge
+from spectoolkit.kernels.judge import Judge
 from spectoolkit.kernels.switch import SWITCH, reason_for_reference
 from spectoolkit.models.tabular import TabularModel, blend_tabular, random_tabular
 from spectoolkit.replay import Strategy, replay
@@ -163,7 +163,7 @@ def test_a_broken_contract_is_reported_as_the_reference_reports_it(calls):
     proposal = Proposal(torch.tensor([[3]], device=DEVICE), torch.tensor([1], device=DEVICE), law)
     logits, half = torch.zeros(1, 2, 4, device=DEVICE), torch.full((1, 2), 0.5, dtype=torch.float64, device=DEVICE)
     with pytest.raises(ContractError, match="a drafted token of probability 0"):
-        judge(Rejection(), sampling, logits, proposal, Uniforms(half[:, :1], half)).again()
+        Judge(Rejection(), logits.device)(sampling, logits, proposal, Uniforms(half[:, :1], half)).again()
     assert calls == {"rejection": 1}
 
 

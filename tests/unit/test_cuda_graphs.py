@@ -16,9 +16,9 @@ from spectoolkit.datatypes import SamplingParams
 from spectoolkit.drafters import ChainsDrafter, CoupledDrafter, ModelDrafter, NGramDrafter
 from spectoolkit.errors import UsageError
 from spectoolkit.models import cuda_graphs, ragged_cache
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.cuda_graphs import CudaCapture, GraphedForwards, Graphs
-from spectoolkit.models.hf import CausalLM
-from spectoolkit.models.hf_loading import wrap
+from spectoolkit.models.hf import wrap
 from spectoolkit.models.layer_skip import self_draft, skip_layers
 from spectoolkit.models.prefix_cache import PrefixCache
 from spectoolkit.models.ragged_cache import bucket
@@ -393,7 +393,7 @@ def test_the_switch():
     with pytest.raises(UsageError, match="graphs: expected auto or off, got 'on'"):
         CausalLM(plain.hf_model, plain.tokenizer, "x", graphs="on")
     with pytest.raises(UsageError, match="graphs: expected auto or off, got 'on'"):
-        st.models.hf_loading.load_hf("nowhere", graphs="on")
+        st.models.hf.load_hf("nowhere", graphs="on")
     target = CausalLM(plain.hf_model, plain.tokenizer, "x", graphs="off")
     derived = [target.with_features(LAYERS), skip_layers(target, [1]), tiny_head(target)]
     assert [one.graphs.switch for one in derived] == ["off"] * 3

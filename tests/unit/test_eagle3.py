@@ -8,8 +8,8 @@ import torch
 from spectoolkit.datatypes import Request, SamplingParams
 from spectoolkit.drafters import CoupledDrafter, ModelDrafter, NoDrafter, TopMDrafter
 from spectoolkit.errors import UsageError
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.eagle3 import Eagle3
-from spectoolkit.models.hf import CausalLM
 from spectoolkit.models.prefix_cache import PrefixCache
 from spectoolkit.replay import BATCH, Strategy, replay
 from spectoolkit.sampling import SamplingState
@@ -84,10 +84,10 @@ def test_features_follow_prefill_score_and_rollback(target):
     state = target.prefill([prompt[:-1] for prompt in PROMPTS])
     _, state = target.score(state, torch.tensor([[2, 11, 12], [4, 13, 14], [6, 15, 16]]))
     state = target.rollback(state, [6, 3, 1])
-    found = target.features(state, torch.tensor([3, 2, 1]))
+    found = target.features(state, [3, 2, 1])
     for b, (tokens, num) in enumerate([([5, 9, 3, 7, 2, 11], 3), ([8, 4, 13], 2), ([6], 1)]):
         torch.testing.assert_close(found[b, :num], features_of(target, tokens)[-num:])
-    assert target.features(target.prefill([()]), torch.tensor([0])).shape == (1, 0, 96)
+    assert target.features(target.prefill([()]), [0]).shape == (1, 0, 96)
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_before_residual": True}, {"norm_before_fc": True}])
@@ -97,11 +97,11 @@ def test_live_and_unrolled_states_are_those_of_the_equations(target, options):
     outputs = [(10, 11, 12, 13, 14), (20, 21, 22, 23, 24), (30, 31, 32, 33, 34)]
     sequences = [[*prompt, *output] for prompt, output in zip(PROMPTS, outputs, strict=True)]
     state = target.prefill([prompt[:-1] for prompt in PROMPTS])
-    prompt_features = target.features(state, torch.tensor([4, 1, 0]))
+    prompt_features = target.features(state, [4, 1, 0])
     _, state = target.score(
         state, torch.tensor([[prompt[-1], *o[:-1]] for prompt, o in zip(PROMPTS, outputs, strict=True)])
     )
-    scored = target.features(state, torch.tensor([5, 5, 5]))
+    scored = target.features(state, [5, 5, 5])
     before = torch.stack([prompt_features[0, 3], prompt_features[1, 0], torch.zeros(96).double()])[:, None]
     features = torch.cat([before, scored[:, :-1]], 1)
     inputs = torch.tensor([[prompt[-1], *o[:-1]] for prompt, o in zip(PROMPTS, outputs, strict=True)])
@@ -127,7 +127,7 @@ def test_live_and_unrolled_states_are_those_of_the_equations(target, options):
     found = []
     for step, (start, num) in enumerate([(0, 3), (3, 2)]):
         if step == 1:
-            emitted = torch.tensor([output[:3] for output in outputs])
+            emitted = [output[:3] for output in outputs]
             live = head.commit(live, emitted, scored[:, :3])
         logits, live = head.first(live)
         found.append((start, 0, logits))
@@ -199,10 +199,10 @@ def test_replay_asks_of_each_start_and_depth_what_live_drafting_would(target, he
             sampling = SamplingState.of([request.id], [request.params], [request.prompt], [output[:s]], 40)
             drafts = torch.tensor([output[s:]])
             target_probs = sampling.probs(logits[:, :-1], drafts[:, :-1], "target")
-            first = torch.tensor([len(request.prompt) - 1])
+            first = [len(request.prompt) - 1]
             stream = head.start([request.prompt], target.features(target.prefill([request.prompt[:-1]]), first))
             if s:
-                stream = head.commit(stream, torch.tensor([output[:s]]), target.features(state, torch.tensor([s])))
+                stream = head.commit(stream, [output[:s]], target.features(state, [s]))
             draft_logits, stream = head.first(stream)
             chance = 1.0
             for depth in range(min(k, len(output) - s, request.max_new_tokens - s - 1)):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from spectoolkit.errors import UsageError
-from spectoolkit.models.hf import CausalLM
+from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.layer_skip import decoder_layers, layer_skip_search, self_draft, skip_layers
 from spectoolkit.models.tabular import random_tabular
 from tests.helpers.tiny_models import FAMILIES, tiny_model

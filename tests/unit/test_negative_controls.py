@@ -298,7 +298,7 @@ def test_top_p_on_the_draft_only_asks_for_one_on_no_other_side() -> None:
     drafter = TopPOnDraftOnly(NO_MODEL, 4, ratio=1.0, top_p=0.9)
     noise = DraftNoise(torch.zeros(1, 1, dtype=torch.float64))
     with pytest.raises(UsageError, match=r"sampling\.top_p: expected 1"):
-        drafter.propose(None, state(top_p=0.9), torch.ones(1, dtype=torch.int64), noise)
+        drafter.propose(None, state(top_p=0.9), [1], noise)
 
 
 # Noise

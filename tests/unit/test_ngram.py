@@ -6,12 +6,11 @@ import torch
 from spectoolkit.datatypes import DraftNoise
 from spectoolkit.drafters import NGramDrafter
 from spectoolkit.errors import UsageError
-from spectoolkit.functional.ragged import pad_rows
 
 
 def propose(drafter, histories, limits):
     noise = DraftNoise(torch.zeros(len(histories), max(limits), dtype=torch.float64))
-    proposal, _ = drafter.propose(drafter.start(histories), None, torch.tensor(limits), noise)
+    proposal, _ = drafter.propose(drafter.start(histories), None, limits, noise)
     assert proposal.lengths.tolist() == [sum(token >= 0 for token in row) for row in proposal.tokens.tolist()]
     return [[token for token in row if token >= 0] for row in proposal.tokens.tolist()]
 
@@ -51,7 +50,7 @@ def test_limits_are_per_row_and_may_be_zero():
 
 def test_committed_tokens_count_as_history():
     drafter = NGramDrafter(max_ngram=2, min_ngram=2)
-    grown = drafter.commit(drafter.start([[1, 2], [4]]), pad_rows([[9, 1, 2], [5]]))
+    grown = drafter.commit(drafter.start([[1, 2], [4]]), [[9, 1, 2], [5]])
     fresh = drafter.start([[1, 2, 9, 1, 2], [4, 5]])
     assert grown == fresh
 
@@ -62,7 +61,7 @@ def test_rows_follow_their_requests():
     state = drafter.select(state, [2, 0])
     state = drafter.insert(state, [0], drafter.start([[4, 7, 4]]))
     noise = DraftNoise(torch.zeros(2, 1, dtype=torch.float64))
-    proposal, _ = drafter.propose(state, None, torch.tensor([1, 1]), noise)
+    proposal, _ = drafter.propose(state, None, [1, 1], noise)
     assert proposal.tokens.tolist() == [[7], [8]]
 
 

@@ -8,7 +8,7 @@ from spectoolkit import config, runner
 from spectoolkit.datatypes import SamplingParams
 from spectoolkit.drafters import NGramDrafter
 from spectoolkit.models import cuda_graphs
-from spectoolkit.models.hf_loading import wrap
+from spectoolkit.models.hf import wrap
 from spectoolkit.provenance import NUM, begin_cell, note, provenance
 from spectoolkit.runner import run_cells
 from spectoolkit.study import Store

@@ -261,7 +261,7 @@ def test_too_many_boxes_are_not_enumerated(monkeypatch):
 def propose(drafter, noise, params=SamplingParams(), vocab_size=3, prompt=(0,)):  # noqa: B008
     size, _, width = noise.shape
     state = SamplingState.of([f"r{i}" for i in range(size)], [params] * size, [prompt] * size, [()] * size, vocab_size)
-    return drafter.propose(drafter.start([prompt] * size), state, torch.full((size,), width), DraftNoise(noise))
+    return drafter.propose(drafter.start([prompt] * size), state, [width] * size, DraftNoise(noise))
 
 
 def test_first_tokens_without_replacement_follow_the_law_of_what_is_left():
@@ -399,7 +399,7 @@ def states_of(kind):
         target = tiny_model().with_features((0, 1, 3))
         head = tiny_head(target)
         state = target.prefill([prompt[:-1] for prompt in prompts])
-        features = target.features(state, torch.tensor([3, 1]))
+        features = target.features(state, [3, 1])
 
         def fresh():
             return head.first(head.start(prompts, features))[1]

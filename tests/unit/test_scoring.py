@@ -46,9 +46,7 @@ def test_every_way_scores_as_one_forward_does(way, number):
     more = torch.tensor([[1], [2], [3], [4]])
     usual, state = model.rollback(usual, kept), model.rollback(state, kept)
     if getattr(model, "feature_layers", ()):
-        torch.testing.assert_close(
-            model.features(state, torch.tensor([2, 1, 2, 4])), model.features(usual, torch.tensor([2, 1, 2, 4]))
-        )
+        torch.testing.assert_close(model.features(state, [2, 1, 2, 4]), model.features(usual, [2, 1, 2, 4]))
     torch.testing.assert_close(model.score(state, more)[0], model.score(usual, more)[0], atol=1e-5, rtol=1e-4)
 
 

@@ -12,7 +12,6 @@ from spectoolkit.datatypes import DraftNoise
 from spectoolkit.drafters import SuffixDrafter
 from spectoolkit.drafters.suffix_automaton import SuffixAutomaton
 from spectoolkit.errors import UsageError
-from spectoolkit.functional.ragged import pad_rows
 
 PHRASES = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=4)
 SEQUENCES = PHRASES.flatmap(lambda phrases: st.lists(st.sampled_from(phrases), max_size=20)).map(
@@ -29,7 +28,7 @@ PARAMETERS = st.fixed_dictionaries(
 
 def proposed(drafter, state, limits):
     noise = DraftNoise(torch.zeros(len(limits), max(limits, default=0), dtype=torch.float64))
-    proposal, _ = drafter.propose(state, None, torch.tensor(limits), noise)
+    proposal, _ = drafter.propose(state, None, limits, noise)
     rows = [[token for token in row if token >= 0] for row in proposal.tokens.tolist()]
     assert proposal.lengths.tolist() == [len(row) for row in rows]
     return rows
@@ -80,7 +79,7 @@ def test_committed_tokens_count_as_the_prompt_does(sequence, cuts, parameters):
     for size in [*cuts, len(sequence)]:
         new, end = sequence[end : end + size], end + size
         proposed(drafter, state, [3, 0])
-        state = drafter.commit(state, pad_rows([new, []]))
+        state = drafter.commit(state, [new, []])
     assert state == drafter.start([sequence, [3]])
 
 
@@ -151,7 +150,7 @@ def test_rows_follow_their_requests():
     state = drafter.select(state, [2, 0])
     state = drafter.insert(state, [0], drafter.start([[4, 7, 4]]))
     assert proposed(drafter, state, [1, 1]) == [[7], [8]]
-    state = drafter.commit(state, pad_rows([[7], [8, 1]]))
+    state = drafter.commit(state, [[7], [8, 1]])
     assert proposed(drafter, state, [4, 4]) == [[4, 7], [8, 1]]
 
 

@@ -92,7 +92,7 @@ def test_losses_are_those_of_live_drafting(target):
         for s in range(len(example.output)):
             before = [*example.prompt, *example.output[:s]]
             state = target.prefill([before[:-1]])
-            features = target.features(state, torch.tensor([len(before) - 1]))
+            features = target.features(state, [len(before) - 1])
             logits, _ = target.score(state, torch.tensor([[before[-1], *example.output[s:]]]))
             target_probs = torch.softmax(logits[0][:, head.head.draft_ids] / 0.8, -1)
             draft_logits, stream = head.first(head.start([before], features))
@@ -198,7 +198,7 @@ def test_held_out_numbers_are_those_of_the_rows(target):
             for s in range(len(example.output) - depth + 1):
                 before = [*example.prompt, *example.output[:s]]
                 state = target.prefill([before[:-1]])
-                features = target.features(state, torch.tensor([len(before) - 1]))
+                features = target.features(state, [len(before) - 1])
                 logits, _ = target.score(state, torch.tensor([[before[-1], *example.output[s:]]]))
                 draft_logits, stream = head.first(head.start([before], features))
                 if depth == 2:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from spectoolkit.errors import UsageError
-from spectoolkit.models.hf_loading import load_draft_hf, load_hf, parse_device
+from spectoolkit.models.hf import load_draft_hf, load_hf, parse_device
 from spectoolkit.models.hf_tokenizer import HFTokenizer, same_tokenizer, stop_ids, tokenizer_difference
 from spectoolkit.models.tabular import random_tabular
 from spectoolkit.prompts import Message, Prompt
