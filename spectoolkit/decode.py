@@ -19,7 +19,7 @@ from spectoolkit.datatypes import Completion, Proposal, Request
 from spectoolkit.drafters.stream import check_features
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.acceptance import take
-from spectoolkit.functional.ragged import pad_rows, to_device
+from spectoolkit.functional.ragged import pad_rows
 from spectoolkit.interfaces import Drafter, FeatureModel, LanguageModel, Verifier, reads_histories
 from spectoolkit.kernels.judge import Judge
 from spectoolkit.kernels.switch import parse_switch
@@ -83,7 +83,7 @@ def decode(
             rows, chain = judged.target_probs, judged.verdict.chain
             assert rows is not None  # kept on request
             rows = rows if chain is None else take(rows, chain)
-            observe(batch.sampling.request_ids, rows, proposal, to_device(pad_rows(emitted), target.device))
+            observe(batch.sampling.request_ids, rows, proposal, pad_rows(emitted, target.device))
         target_state = keep_chain(target, target_state, proposal, chains)
         target_state = target.rollback(target_state, [number - 1 for number in batch.sampling.num_tokens])
         features = _features(target, drafter, target_state, list(map(len, emitted)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spectoolkit.datatypes import SamplingParams
 from spectoolkit.errors import ContractError, InvalidLogitsError, UsageError
-from spectoolkit.functional.ragged import pad_rows, to_device
+from spectoolkit.functional.ragged import pad_rows
 from spectoolkit.functional.warp import SMALLEST_TEMPERATURE, Penalties, penalise, warp
 
 
@@ -160,7 +160,7 @@ class SamplingState:
         num_tokens = tuple(number + len(block) for number, block in zip(self.num_tokens, emitted, strict=True))
         penalties = self.penalties
         if penalties is not None:
-            penalties = penalties.extend(to_device(pad_rows(emitted), self.params.temperature.device))
+            penalties = penalties.extend(pad_rows(emitted, self.params.temperature.device))
         return SamplingState(self.request_ids, num_tokens, self.params, penalties)
 
     def probs(self, logits: Tensor, appended: Tensor, model: str) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 PAD = -1
 
+_HOST = torch.device("cpu")
+
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """`values`, of the host, on `device`, without waiting for what runs there."""
@@ -44,12 +46,10 @@ def few_ints(values: Sequence[int], device: torch.device) -> Tensor:
     return filled(len(values), values[0], device) if len(set(values)) == 1 else ints(values, device)
 
 
-def pad_rows(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
+def pad_rows(rows: Sequence[Sequence[int]], device: torch.device = _HOST) -> Tensor:
     """Stack B lists of ids as [B, N], N the longest length."""
     width = max((len(row) for row in rows), default=0)
-    return torch.tensor(
-        [[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int64, device=device
-    ).reshape(len(rows), width)
+    return ints([[*row, *[PAD] * (width - len(row))] for row in rows], device).reshape(len(rows), width)
 
 
 def unpad_rows(rows: Tensor) -> list[list[int]]:
@@ -69,4 +69,4 @@ def repeated(num_rows: int, times: int) -> list[int]:
 
 def put_rows(into: Tensor, at: Sequence[int], rows: Tensor) -> Tensor:
     """A copy of [B, ...] whose rows `at` are `rows`."""
-    return into.index_copy(0, to_device(torch.tensor(at, dtype=torch.int64), into.device), rows)
+    return into.index_copy(0, ints(at, into.device), rows)

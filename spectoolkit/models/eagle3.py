@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from spectoolkit.functional.ragged import pad_rows, put_rows, row_lengths, to_device
+from spectoolkit.functional.ragged import ints, pad_rows, put_rows, row_lengths
 from spectoolkit.models.causal_lm import CausalLM
 from spectoolkit.models.cuda_graphs import Graphs
 from spectoolkit.models.eagle3_head import Eagle3Head, head_dim
@@ -112,7 +112,7 @@ class Eagle3:
         state = Eagle3State(RaggedCache(num_rows, self.device), (0,) * num_rows, rows, features, states=None)
         if features.shape[1] > 1:  # all but the last pair, so that drafting begins with one
             _, state = self._feed_pending(replace(state, pending=tuple(row[:-1] for row in rows)))
-            last = to_device(torch.tensor([len(row) - 1 for row in rows]), self.device)
+            last = ints([len(row) - 1 for row in rows], self.device)
             features = features.gather(1, last[:, None, None].expand(-1, 1, features.shape[2]))
         return replace(state, pending=tuple(row[-1:] for row in rows), features=features)
 
@@ -137,7 +137,7 @@ class Eagle3:
         features = self._checked(features)
         pending = tuple(map(tuple, emitted))
         if any(state.pending):  # nothing was drafted in this step
-            num_waiting = to_device(torch.tensor([len(row) for row in state.pending]), self.device)
+            num_waiting = ints([len(row) for row in state.pending], self.device)
             at = num_waiting[:, None] + torch.arange(features.shape[1], device=self.device)
             wide = functional.pad(state.features, (0, 0, 0, features.shape[1]))
             features = wide.scatter(1, at[..., None].expand(-1, -1, wide.shape[2]), features.to(wide.dtype))
@@ -146,7 +146,7 @@ class Eagle3:
         return replace(state, pending=pending, features=features)
 
     def select(self, state: Eagle3State, rows: Sequence[int]) -> Eagle3State:
-        index = to_device(torch.tensor(list(rows), dtype=torch.int64), self.device)
+        index = ints(rows, self.device)
         return Eagle3State(
             state.cache.select(rows),
             tuple(state.num_pairs[row] for row in rows),
@@ -183,9 +183,9 @@ class Eagle3:
 
     def _feed_pending(self, state: Eagle3State) -> tuple[Tensor, Eagle3State]:
         """Logits [B, 1, V] behind the pending pairs, of which there are some, and the state with them cached."""
-        tokens = pad_rows(state.pending)
+        tokens = pad_rows(state.pending, self.device)
         features = state.features[:, : tokens.shape[1]]
-        states, logits = self._forward(state.cache, to_device(tokens, self.device), features, is_own=False)
+        states, logits = self._forward(state.cache, tokens, features, is_own=False)
         num_pairs = tuple(number + len(row) for number, row in zip(state.num_pairs, state.pending, strict=True))
         state.cache.rollback(num_pairs)
         return logits, Eagle3State(state.cache, num_pairs, ((),) * len(num_pairs), features[:, :0], states=states)
@@ -226,7 +226,7 @@ class Eagle3:
     def unroll_start(self, prompts: Sequence[Sequence[int]], features: Tensor) -> Unrolled:
         """Begin behind `prompts`; `features` [B, L, F] of all their tokens but the last (see `start`)."""
         pairs, features = _pairs(prompts, features)
-        tokens = to_device(pad_rows(pairs), self.device)
+        tokens = pad_rows(pairs, self.device)
         lengths = row_lengths(tokens) - 1  # the last pair is the first row
         tokens, features = tokens[:, :-1], features[:, :-1]
         places = torch.arange(tokens.shape[1], device=self.device)

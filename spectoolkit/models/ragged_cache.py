@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
 from spectoolkit.errors import ContractError, UsageError
-from spectoolkit.functional.ragged import few_ints, ints, to_device
+from spectoolkit.functional.ragged import few_ints, ints
 from spectoolkit.models.cuda_graphs import Forward, GraphedForwards, Graphs
 
 ATTENTION = "spectoolkit_ragged"
@@ -247,7 +247,7 @@ class RaggedCache(Cache):
         """The cache of `rows`, in that order."""
         if list(rows) == list(range(len(self.lengths))):
             return self
-        index = to_device(torch.tensor(list(rows), dtype=torch.long), self.lengths.device)
+        index = ints(rows, self.lengths.device)
         selected = RaggedCache(len(rows), self.lengths.device)
         selected.lengths = self.lengths[index]
         selected.host_lengths = [self.host_lengths[row] for row in rows]
@@ -264,7 +264,7 @@ class RaggedCache(Cache):
         """Replace `rows` by the rows of `other`, in order."""
         if len(rows) != len(other.lengths):
             raise ContractError(f"insert: expected {len(rows)} rows for {list(rows)}, got {len(other.lengths)}")
-        index = to_device(torch.tensor(list(rows), dtype=torch.long), self.lengths.device)
+        index = ints(rows, self.lengths.device)
         self.lengths = self.lengths.index_copy(0, index, other.lengths)
         self.host_lengths = list(self.host_lengths)
         for row, length in zip(rows, other.host_lengths, strict=True):
