@@ -117,19 +117,17 @@ class Batch:
             noise = self._ahead.at(starts)
             assert noise is not None
         self._step_noise = noise
-        return DraftNoise(
-            noise.draft if width == self._num_draft_tokens else noise.draft[:, :width], noise.keys[:, :width]
-        )
+        noise = noise.cut(width)
+        return DraftNoise(noise.draft, noise.keys[:, :width])
 
     def verify_noise(self, proposal: Proposal) -> Uniforms:
         """The noise that judges `proposal`, whose own was `draft_noise`."""
         width = proposal.tokens.shape[-1]
-        noise = self._step_noise
-        if noise is None or width > self._num_draft_tokens:  # a drafter may pad further than it was asked for
+        # A drafter may pad further than it was asked for.
+        if self._step_noise is None or width > self._num_draft_tokens:
             return verify_noise(self._seeds, self._request_keys, self._starts(), width, self._num_chains)
-        if width == self._num_draft_tokens:
-            return Uniforms(noise.accept, noise.emit, noise.keys)
-        return Uniforms(noise.accept[:, :width], noise.emit[:, : width + 1], noise.keys[:, : width + 1])
+        noise = self._step_noise.cut(width)
+        return Uniforms(noise.accept, noise.emit, noise.keys)
 
     def _starts(self) -> Tensor:
         return ints(self.sampling.num_tokens, self._seeds.device)

@@ -204,7 +204,8 @@ class Proposal:
 
     Attributes:
         tokens: [B, K] ids, `PAD` from `lengths[b]` on; [B, C, K] of the law `Chains`.
-        lengths: [B], 0 <= lengths <= K; a drafter may propose nothing. All chains of a sequence have the same.
+        lengths: [B], 0 <= lengths <= K; a drafter may propose nothing. All chains of a sequence have the same. Other
+            proposals may share the tensor, so it is not to be written to.
         law: what the tokens were drawn from; never absent.
         faults: as `tokens`, bool, where no distribution follows from the row that a token was to be drawn from, for the
             loop to refuse; None where the drafter has refused them itself.

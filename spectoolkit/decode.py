@@ -109,7 +109,7 @@ def _start(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[i
 
 
 def _features(target: LanguageModel, drafter: Drafter, state: Any, num_tokens: Sequence[int]) -> Tensor | None:
-    """The features that the drafter reads of the last `num_tokens` (B) cached tokens, if it reads any."""
+    """The features that the drafter reads of the last `num_tokens[b]` cached tokens, if it reads any."""
     return cast(FeatureModel, target).features(state, num_tokens) if drafter.feature_layers else None
 
 

@@ -63,7 +63,7 @@ class LanguageModel(Protocol):
         ...
 
     def rollback(self, state: Any, lengths: Sequence[int]) -> Any:
-        """Keep the first `lengths` (B) cached tokens of each row; they never exceed the current ones."""
+        """Keep the first `lengths[b]` cached tokens of every row b; they never exceed the current ones."""
         ...
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
@@ -109,7 +109,7 @@ class FeatureModel(LanguageModel, Protocol):
     feature_layers: tuple[int, ...]
 
     def features(self, state: Any, num_tokens: Sequence[int]) -> Tensor:
-        """[B, max(num_tokens), F] of the last `num_tokens` (B) cached tokens of each row, in order, then zeros."""
+        """[B, max(num_tokens), F] of the last `num_tokens[b]` cached tokens of every row b, in order, then zeros."""
         ...
 
 
@@ -203,7 +203,7 @@ class Drafter(Protocol):
     def propose(
         self, state: Any, sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, Any]:
-        """At most `max_tokens` (B) tokens per row (some may be 0), drawn with `noise` of K = max(max_tokens) positions.
+        """At most `max_tokens[b]` tokens of row b (some may be 0), drawn with `noise` of K = max(max_tokens) positions.
 
         `sampling` holds the requests' parameters and token histories as of the start of the step. `sampling` and
         `noise` are on the target's device. So is the law to be; tokens and lengths of the proposal may be on the host.

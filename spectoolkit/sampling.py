@@ -38,9 +38,12 @@ class RowParams:
 
     def repeat(self, times: int) -> RowParams:
         """Of [B * C] requests, C = `times` equal ones for each, one behind the other."""
-        columns = (self.temperature, self.top_k, self.top_p, self.min_p)
-        repeated = [None if column is None else column.repeat_interleave(times, 0) for column in columns]
-        return RowParams(*repeated, is_greedy=self.is_greedy)  # pyright: ignore[reportArgumentType]  # T is there
+
+        def repeated(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.repeat_interleave(times, 0)
+
+        temperature = self.temperature.repeat_interleave(times, 0)
+        return RowParams(temperature, repeated(self.top_k), repeated(self.top_p), repeated(self.min_p), self.is_greedy)
 
     @cached_property
     def is_softmax(self) -> bool:
@@ -211,7 +214,7 @@ class SamplingState:
         Raises:
             InvalidLogitsError: as `refuse`.
         """
-        if not math.isfinite(sum(map(sum, marks.tolist()))):
+        if not math.isfinite(marks.sum()):  # a sum may also overflow; then there is nothing to refuse
             self.refuse(are_faults(marks), appended, model)
 
     def refuse(self, faults: Tensor, appended: Tensor, model: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spectoolkit.datatypes import DraftLaw, DraftNoise, PointMass, Proposal
 from spectoolkit.errors import UsageError
-from spectoolkit.functional.ragged import pad_rows
+from spectoolkit.functional.ragged import ints, pad_rows
 from spectoolkit.sampling import SamplingState
 
 
@@ -64,13 +64,13 @@ class NGramDrafter:
         self, state: list[History], sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, list[History]]:
         found = [self._lookup(history, limit) for history, limit in zip(state, max_tokens, strict=True)]
-        return Proposal(pad_rows(found), torch.tensor(list(map(len, found))), PointMass()), state
+        return Proposal(pad_rows(found), ints(list(map(len, found)), torch.device("cpu")), PointMass()), state
 
     def commit(
         self, state: list[History], emitted: Sequence[Sequence[int]], features: Tensor | None = None
     ) -> list[History]:
-        for history, tokens in zip(state, emitted, strict=True):
-            self._extend(history, tokens)
+        for history, block in zip(state, emitted, strict=True):
+            self._extend(history, block)
         return state
 
     def select(self, state: list[History], rows: Sequence[int]) -> list[History]:

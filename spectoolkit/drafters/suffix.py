@@ -12,7 +12,7 @@ from torch import Tensor
 from spectoolkit.datatypes import DraftLaw, DraftNoise, PointMass, Proposal
 from spectoolkit.drafters.suffix_automaton import SuffixAutomaton
 from spectoolkit.errors import UsageError
-from spectoolkit.functional.ragged import pad_rows
+from spectoolkit.functional.ragged import ints, pad_rows
 from spectoolkit.sampling import SamplingState
 
 TOLERANCE = 1e-9
@@ -71,13 +71,13 @@ class SuffixDrafter:
         self, state: list[SuffixAutomaton], sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, list[SuffixAutomaton]]:
         drafts = [self._continue(sequence, budget) for sequence, budget in zip(state, max_tokens, strict=True)]
-        return Proposal(pad_rows(drafts), torch.tensor(list(map(len, drafts))), PointMass()), state
+        return Proposal(pad_rows(drafts), ints(list(map(len, drafts)), torch.device("cpu")), PointMass()), state
 
     def commit(
         self, state: list[SuffixAutomaton], emitted: Sequence[Sequence[int]], features: Tensor | None = None
     ) -> list[SuffixAutomaton]:
-        for sequence, tokens in zip(state, emitted, strict=True):
-            for token in tokens:
+        for sequence, block in zip(state, emitted, strict=True):
+            for token in block:
                 sequence.append(token)
         return state
 

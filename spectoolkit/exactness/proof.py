@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spectoolkit.batch import draft_noise, verify_noise
 from spectoolkit.chains import keep_chain, proposal_probs, score_proposal
-from spectoolkit.datatypes import DraftNoise, Request, SamplingParams, Uniforms
+from spectoolkit.datatypes import PAD, DraftNoise, Request, SamplingParams, Uniforms
 from spectoolkit.exactness.boxes import Boxes, integrate
 from spectoolkit.exactness.target_law import next_probs
 from spectoolkit.exactness.traced import TooManyTokensError, UntraceableError
@@ -225,7 +225,7 @@ def _steps(
         verdict = verifier.verify(target_probs, proposal, noise.verify(boxes, starts, proposal.tokens.shape[-1]))
         emitted = unpad_rows(verdict.emitted)
         sampling = sampling.commit(emitted)
-        last = torch.tensor([block[-1:] for block in emitted])
+        last = torch.tensor([block[-1:] or [PAD] for block in emitted])  # a broken rule may emit nothing
         chains = None if verdict.chain is None else verdict.chain.tolist()
         target_state = keep_chain(target, target_state, proposal, chains)
         target_state = target.rollback(target_state, [number - 1 for number in sampling.num_tokens])

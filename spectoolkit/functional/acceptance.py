@@ -84,7 +84,7 @@ def _fitted(probs: Tensor, vocab_size: int) -> Tensor:
 def _or_else(weights: Tensor, otherwise: Tensor) -> Tensor:
     """`weights`, or `otherwise` in the rows where they sum to 0."""
     sums = weights.sum(-1, keepdim=True)
-    if sums.is_cpu and all(sums.flatten().tolist()):  # most often so, and nothing waits
+    if sums.is_cpu and all_positive(sums):  # most often so, and nothing waits
         return weights
     return torch.where(sums > 0, weights, otherwise)
 
@@ -186,6 +186,11 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
     if index.is_cpu and len(index) == 1:  # a view, for the price of none of an index's kernels
         return rows[:, int(index)]
     return rows[places(len(index), index.device), index]
+
+
+def all_positive(values: Tensor) -> bool:
+    """Whether all of `values` are > 0, which NaN is not; this waits for a device."""
+    return values.numel() == 0 or float(values.min()) > 0
 
 
 def emitted_block(tokens: Tensor, num_accepted: Tensor, last: Tensor) -> Tensor:

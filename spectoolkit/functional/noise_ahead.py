@@ -32,6 +32,13 @@ class StepNoise(NamedTuple):
     emit: Tensor
     keys: Tensor
 
+    def cut(self, num_draft_tokens: int) -> StepNoise:
+        """That of fewer draft tokens."""
+        k = num_draft_tokens
+        if k == self.draft.shape[1]:
+            return self
+        return StepNoise(self.draft[:, :k], self.accept[:, :k], self.emit[:, : k + 1], self.keys[:, : k + 1])
+
 
 @dataclass(frozen=True)
 class NoiseAhead:
@@ -41,11 +48,13 @@ class NoiseAhead:
 
     Attributes:
         first: B positions.
-        noise: that of each of the starts, [B, S, K] and [B, S, K+1].
+        numbers: [B, S, 3, K+1], as `functional.noise.step_noise` gives it for each of the starts.
+        keys: [B, S, K+1].
     """
 
     first: tuple[int, ...]
-    noise: StepNoise
+    numbers: Tensor
+    keys: Tensor
 
     @staticmethod
     def of(states: Tensor, first: tuple[int, ...], num_draft_tokens: int) -> NoiseAhead:
@@ -53,21 +62,17 @@ class NoiseAhead:
         num_starts = _NUM_STARTS if states.device.type != "cpu" else max(1, _NUM_STARTS // len(first))
         starts = ints(first, states.device)[:, None] + places(num_starts, states.device)
         numbers, keys = step_noise(states.repeat_interleave(num_starts), starts.flatten(), num_draft_tokens + 1)
-        by_role = numbers.unflatten(0, starts.shape).unbind(2)
-        noise = StepNoise(
-            draft=by_role[Role.DRAFT][..., :num_draft_tokens],
-            accept=by_role[Role.ACCEPT][..., :num_draft_tokens],
-            emit=by_role[Role.EMIT],
-            keys=keys.unflatten(0, starts.shape),
-        )
-        return NoiseAhead(first, noise)
+        return NoiseAhead(first, numbers.unflatten(0, starts.shape), keys.unflatten(0, starts.shape))
 
     def at(self, starts: tuple[int, ...]) -> StepNoise | None:
         """That of the steps that begin at `starts`, B positions; None where one is not there."""
         offsets = [start - first for start, first in zip(starts, self.first, strict=True)]
-        if max(offsets) >= self.noise.keys.shape[1]:
+        if max(offsets) >= self.keys.shape[1]:
             return None
         if min(offsets) == max(offsets):
-            return StepNoise._make(part.select(1, offsets[0]) for part in self.noise)
-        index = ints(offsets, self.noise.keys.device)
-        return StepNoise._make(take(part, index) for part in self.noise)
+            numbers, keys = self.numbers[:, offsets[0]], self.keys[:, offsets[0]]
+        else:
+            index = ints(offsets, self.keys.device)
+            numbers, keys = take(self.numbers, index), take(self.keys, index)
+        by_role = numbers.unbind(1)
+        return StepNoise(by_role[Role.DRAFT][:, :-1], by_role[Role.ACCEPT][:, :-1], by_role[Role.EMIT], keys)

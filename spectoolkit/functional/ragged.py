@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def places(count: int, device: torch.device) -> Tensor:
         return torch.arange(count, device=device)
 
 
-@cache
+@lru_cache(1024)
 def filled(count: int, value: int, device: torch.device) -> Tensor:
     """[count] times `value` on `device`: one tensor for all who ask, not to be written to."""
     with torch.inference_mode(False):
@@ -53,7 +53,7 @@ def pad_rows(rows: Sequence[Sequence[int]], device: torch.device = _HOST) -> Ten
 
 
 def unpad_rows(rows: Tensor) -> list[list[int]]:
-    """The ids of each row of [B, N], without what stands for none; this waits for a device."""
+    """The ids of each row of [B, N] without padding; this waits for a device."""
     return [[token for token in row if token != PAD] for row in rows.tolist()]
 
 

@@ -98,7 +98,7 @@ def coupled(
     num = cut.num_chunks
     top, arg = logits.new_empty((size * num_rows, num), dtype=torch.float32), int32(logits, size * num_rows, num)
     score, best = torch.empty_like(top, dtype=torch.float64), torch.empty_like(arg)
-    emitted, judged, accepted, status = verdict_buffers(logits, tokens)
+    emitted, judged, accepted, status = verdict_buffers(logits)
     tokens, lengths = tokens.to(torch.int64).contiguous(), lengths.to(torch.int64).contiguous()
     temperature = temperature.to(torch.float64).contiguous()
     with on_device_of(logits):

@@ -23,14 +23,14 @@ class Judge:
 
     Attributes:
         verifier: the rule.
-        device: of the target, whose first verdict asks whether kernels run there.
+        device: the target's; the first verdict for which there is a kernel asks whether kernels run there.
         keeps_rows: whether a verdict comes with the target's rows, which only the reference makes.
     """
 
     verifier: Verifier
     device: torch.device
     keeps_rows: bool = False
-    _noted: set[str] = field(default_factory=set, init=False)
+    _noted: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __call__(self, sampling: SamplingState, logits: Tensor, proposal: Proposal, uniforms: Uniforms) -> Judged:
         """The verdict on a proposal from the logits of `chains.score_proposal`; nothing is read back from the device.
@@ -73,7 +73,8 @@ def _judged_by_reference(
         verdict = verifier.verify(target_probs, proposal, uniforms)
         return Judged(verdict, target_probs, None, lambda: verdict)
     target_probs, marks = proposal_rows(sampling, logits, proposal)
-    verdict, faults = verifier.verify(target_probs, proposal, uniforms), are_faults(marks)
+    faults = are_faults(marks)
+    verdict = verifier.verify(target_probs, proposal, uniforms)
     not_drawn = None
     if verifier.keeps_law:
         if isinstance(proposal.law, Chains):

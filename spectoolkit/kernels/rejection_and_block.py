@@ -340,7 +340,7 @@ def _judge(
     prob = logits.new_empty((size, num_drafts), dtype=torch.float64)
     mass_rows = 0 if kind == 0 else num_drafts if is_block else 1
     mass = logits.new_empty((size * mass_rows, num), dtype=torch.float32)
-    emitted, judged, accepted, status = verdict_buffers(logits, tokens)
+    emitted, judged, accepted, status = verdict_buffers(logits)
     strides = (logits.stride(0), logits.stride(1), rows.stride(0), rows.stride(1))
     sizes = (num_drafts, vocab_size, width, *strides, num)
     with on_device_of(logits):

@@ -10,7 +10,7 @@ INVALID_TARGET, NOT_DRAWN, INVALID_DRAFT = 1, 2, 4
 row of draft logits without a distribution. 0 is a verdict to be used; the reference reports the others."""
 
 
-def verdict_buffers(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def verdict_buffers(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Emitted [B, K+1], judged alone [B, K] (int8), accepted [B], status [B]."""
     size, num_rows, _ = logits.shape
     emitted = torch.empty((size, num_rows), dtype=torch.int64, device=logits.device)

@@ -79,7 +79,7 @@ class CausalLM:
         return CausalLM(self.hf_model, self.tokenizer, self.name, layers, self.graphs.switch)
 
     def features(self, state: RaggedCache, num_tokens: Sequence[int]) -> Tensor:
-        """[B, W, F], W = max(num_tokens): of the last `num_tokens` (B) cached tokens of each row, in order.
+        """[B, W, F], W = max(num_tokens): of the last `num_tokens[b]` cached tokens of each row, in order.
 
         F is the width of all `feature_layers` together; slots behind a row's end hold zeros.
         """
@@ -168,7 +168,7 @@ class CausalLM:
         return scored, state
 
     def rollback(self, state: RaggedCache, lengths: Sequence[int]) -> RaggedCache:
-        """Keep the first `lengths` (B) tokens of each row; nothing is computed or read back."""
+        """Keep the first `lengths[b]` tokens of every row b; nothing is computed or read back."""
         state.rollback(lengths)
         return state
 

@@ -43,11 +43,6 @@ def stop_ids(hf_model: PreTrainedModel, hf_tokenizer: PreTrainedTokenizerBase) -
     return frozenset(ids)
 
 
-def same_tokenizer(first: Tokenizer, second: Tokenizer) -> bool:
-    """Whether both mean the same token by every id."""
-    return tokenizer_difference(first, second) is None
-
-
 def tokenizer_difference(first: Tokenizer, second: Tokenizer) -> str | None:
     """How the ids of two tokenizers differ, in words, or None if they do not."""
     if first is second:

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
 from spectoolkit.errors import ContractError, UsageError
-from spectoolkit.functional.ragged import few_ints, ints
+from spectoolkit.functional.ragged import ints
 from spectoolkit.models.cuda_graphs import Forward, GraphedForwards, Graphs
 
 ATTENTION = "spectoolkit_ragged"
@@ -219,19 +219,19 @@ class RaggedCache(Cache):
         return len(layers) - is_there
 
     def last_features(self, num_tokens: Sequence[int], width: int, dtype: torch.dtype) -> Tensor:
-        """[B, max(num_tokens), width] of the last `num_tokens` (B) tokens of each row, then zeros."""
+        """[B, max(num_tokens), width] of the last `num_tokens[b]` tokens of every row b, then zeros."""
         device, longest = self.lengths.device, max(num_tokens, default=0)
         if not self.layers or longest == 0:
             return torch.zeros(len(num_tokens), longest, width, dtype=dtype, device=device)
         kept = self._ragged_layers()[-1].keys[:, 0]
         columns = torch.arange(longest, device=device)
-        counts = few_ints(num_tokens, device)
+        counts = ints(num_tokens, device)
         at = (self.lengths - counts)[:, None] + columns
         taken = kept.gather(1, at.clamp(0, kept.shape[1] - 1)[..., None].expand(-1, -1, width))
         return taken.masked_fill((columns >= counts[:, None])[..., None], 0)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths` (B) entries of each row.
+        """Keep the first `lengths[b]` entries of every row b.
 
         Raises:
             ContractError: another number of lengths, or a row is shorter than that.

@@ -130,13 +130,14 @@ class TabularModel:
         return scored, TabularState(buffer, state.lengths + num_tokens)
 
     def rollback(self, state: TabularState, lengths: Sequence[int]) -> TabularState:
-        """Keep the first `lengths` (B) tokens of each row."""
+        """Keep the first `lengths[b]` tokens of every row b."""
         current = state.lengths.tolist()
         if len(lengths) != len(current) or any(not 0 <= new <= old for new, old in zip(lengths, current, strict=True)):
             raise ContractError(
-                f"rollback: expected a length between 0 and the current one for each row, {current}; got {lengths}"
+                f"rollback: expected a length between 0 and the current one for each row, {current}; "
+                f"got {list(lengths)}"
             )
-        return TabularState(state.tokens, torch.tensor(lengths))
+        return TabularState(state.tokens, torch.tensor(lengths, dtype=torch.int64))
 
     def select(self, state: TabularState, rows: Sequence[int]) -> TabularState:
         """The state of `rows`, in that order."""

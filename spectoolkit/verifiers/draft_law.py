@@ -10,6 +10,7 @@ from torch import Tensor
 from spectoolkit.datatypes import Chains, Dense, PointMass, Proposal, TopM
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.acceptance import (
+    all_positive,
     both_probs_of,
     is_drafted,
     point_mass_residual,
@@ -46,7 +47,9 @@ def draft_prob(proposal: Proposal) -> Tensor:
 
 
 def both_probs(target_probs: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """p_i(x_i) and q_i(x_i) [B, K] of the drafted tokens; p = 0 past a proposal's length, and q is anything there.
+    """p_i(x_i) and q_i(x_i) [B, K] of the drafted tokens; anything past a proposal's length.
+
+    In the type of their rows where both have V ids, else in float64.
 
     Raises:
         ContractError: as `draft_prob`.
@@ -60,7 +63,7 @@ def both_probs(target_probs: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor
 
 def _checked(prob: Tensor, proposal: Proposal) -> Tensor:
     # Elsewhere asking would wait for the device: there the loop asks, with the one copy of a step (`kernels.judge`).
-    if prob.is_cpu and not all(q > 0 for row in prob.tolist() for q in row) and foreign(prob, proposal).any():
+    if prob.is_cpu and not all_positive(prob) and foreign(prob, proposal).any():
         raise foreign_token()
     return prob
 
@@ -128,7 +131,7 @@ def check_chains(proposal: Proposal) -> Chains:
     law = proposal.law
     if not isinstance(law, Chains):
         raise ContractError(f"proposal.law: expected Chains, got {type(law).__name__}")
-    if proposal.tokens.device.type == "cpu" and foreign_in_chains(law, proposal).any():  # as in `draft_prob`
+    if proposal.tokens.device.type == "cpu" and foreign_in_chains(law, proposal).any():  # as in `_checked`
         raise foreign_token()
     return law
 

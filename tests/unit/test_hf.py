@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from spectoolkit.errors import UsageError
 from spectoolkit.models.hf import load_draft_hf, load_hf, parse_device
-from spectoolkit.models.hf_tokenizer import HFTokenizer, same_tokenizer, stop_ids, tokenizer_difference
+from spectoolkit.models.hf_tokenizer import HFTokenizer, stop_ids, tokenizer_difference
 from spectoolkit.models.tabular import random_tabular
 from spectoolkit.prompts import Message, Prompt
 from tests.helpers.tiny_models import tiny_model, tiny_tokenizer
@@ -130,7 +130,7 @@ def test_draft_model_with_padded_logits(folder: Path, tmp_path: Path) -> None:
     target = load_hf(str(folder), device="cpu")
     draft = load_draft_hf(target, str(save(tmp_path, vocab_size=48, seed=1)))
     assert (draft.vocab_size, target.vocab_size) == (48, 40)
-    assert same_tokenizer(target.tokenizer, draft.tokenizer)
+    assert tokenizer_difference(target.tokenizer, draft.tokenizer) is None
 
 
 def test_draft_model_with_another_tokenizer(folder: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_same_size_but_other_tokens() -> None:
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
     difference = tokenizer_difference(HFTokenizer(tiny_tokenizer()), HFTokenizer(other))
     assert difference == "40 tokens against 40, and the first id that differs is 12: 'a' against 'b'"
-    assert same_tokenizer(HFTokenizer(tiny_tokenizer()), HFTokenizer(tiny_tokenizer()))
+    assert tokenizer_difference(HFTokenizer(tiny_tokenizer()), HFTokenizer(tiny_tokenizer())) is None
 
 
 def test_checkpoint_that_lacks_weights(tmp_path: Path) -> None:
