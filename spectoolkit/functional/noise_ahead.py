@@ -50,11 +50,13 @@ class NoiseAhead:
         first: B positions.
         numbers: [B, S, 3, K+1], as `functional.noise.step_noise` gives it for each of the starts.
         keys: [B, S, K+1].
+        by_role: views of both.
     """
 
     first: tuple[int, ...]
     numbers: Tensor
     keys: Tensor
+    by_role: StepNoise
 
     @staticmethod
     def of(states: Tensor, first: tuple[int, ...], num_draft_tokens: int) -> NoiseAhead:
@@ -62,7 +64,8 @@ class NoiseAhead:
         num_starts = _NUM_STARTS if states.device.type != "cpu" else max(1, _NUM_STARTS // len(first))
         starts = ints(first, states.device)[:, None] + places(num_starts, states.device)
         numbers, keys = step_noise(states.repeat_interleave(num_starts), starts.flatten(), num_draft_tokens + 1)
-        return NoiseAhead(first, numbers.unflatten(0, starts.shape), keys.unflatten(0, starts.shape))
+        numbers, keys = numbers.unflatten(0, starts.shape), keys.unflatten(0, starts.shape)
+        return NoiseAhead(first, numbers, keys, _by_role(numbers, keys))
 
     def at(self, starts: tuple[int, ...]) -> StepNoise | None:
         """That of the steps that begin at `starts`, B positions; None where one is not there."""
@@ -70,9 +73,12 @@ class NoiseAhead:
         if max(offsets) >= self.keys.shape[1]:
             return None
         if min(offsets) == max(offsets):
-            numbers, keys = self.numbers[:, offsets[0]], self.keys[:, offsets[0]]
-        else:
-            index = ints(offsets, self.keys.device)
-            numbers, keys = take(self.numbers, index), take(self.keys, index)
-        by_role = numbers.unbind(1)
-        return StepNoise(by_role[Role.DRAFT][:, :-1], by_role[Role.ACCEPT][:, :-1], by_role[Role.EMIT], keys)
+            return StepNoise._make(part.select(1, offsets[0]) for part in self.by_role)
+        index = ints(offsets, self.keys.device)
+        return _by_role(take(self.numbers, index), take(self.keys, index))
+
+
+def _by_role(numbers: Tensor, keys: Tensor) -> StepNoise:
+    """Of `numbers` [..., 3, K+1] and `keys` [..., K+1]."""
+    by_role = numbers.unbind(-2)
+    return StepNoise(by_role[Role.DRAFT][..., :-1], by_role[Role.ACCEPT][..., :-1], by_role[Role.EMIT], keys)

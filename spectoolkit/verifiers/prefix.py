@@ -39,7 +39,7 @@ def prefix_verdict(
     row = take(target_probs, num_accepted)
     is_bonus = num_accepted == proposal.lengths
     weights = recover(row, proposal, num_accepted)
-    if not is_bonus.is_cpu or is_bonus.any():  # nothing waits on a CPU
+    if not is_bonus.is_cpu or any(is_bonus.tolist()):  # nothing waits on a CPU
         weights = torch.where(is_bonus[:, None], row, weights)
     last = draw(weights, take(uniforms.emit, num_accepted))
     return Verdict(num_accepted, emitted_block(proposal.tokens, num_accepted, last), judged_alone=accepted)
