@@ -24,7 +24,7 @@ from spectoolkit.datatypes import (
 from spectoolkit.drafters.stream import as_stream
 from spectoolkit.errors import UsageError
 from spectoolkit.functional.draw import draw
-from spectoolkit.functional.ragged import few_ints, places
+from spectoolkit.functional.ragged import few_ints, fit_vocabulary, places
 from spectoolkit.interfaces import DraftStream, LanguageModel
 from spectoolkit.sampling import SamplingState, are_faults
 
@@ -110,7 +110,8 @@ class ModelDrafter:
 
         `sampling` holds the requests' own parameters.
         """
-        return self.draft_sampling(sampling).probs(fit_vocabulary(logits, self.vocab_size), appended, "draft")
+        logits = fit_vocabulary(logits, self.vocab_size, -torch.inf)
+        return self.draft_sampling(sampling).probs(logits, appended, "draft")
 
     def draft_sampling(self, sampling: SamplingState) -> SamplingState:
         """The parameters of the draft rows, given the requests' own."""
@@ -198,7 +199,7 @@ class ModelDrafter:
                     appended = torch.stack(tokens, 1)
             if beyond is not None:  # rows behind the end of their proposal belong to no token and may hold anything
                 logits = logits.masked_fill(beyond[:, i, None, None], 0)
-            logits = fit_vocabulary(logits, self.vocab_size)
+            logits = fit_vocabulary(logits, self.vocab_size, -torch.inf)
             if is_argmax and not self._has_own_rows:
                 best, mark = own.largest(logits, appended)
                 drawn, fields = best[:, 0], ()
@@ -244,11 +245,3 @@ class ModelDrafter:
 
     def _filters(self) -> dict[str, Any]:
         return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-
-
-def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """Draft logits [B, Q, V'] as [B, Q, V]: missing ids get -inf, ids that the target lacks are cut off."""
-    missing = vocab_size - logits.shape[-1]
-    if missing > 0:
-        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-    return logits if missing == 0 else logits[..., :vocab_size]

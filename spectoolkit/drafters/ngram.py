@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import DraftLaw, DraftNoise, PointMass, Proposal
@@ -64,7 +63,7 @@ class NGramDrafter:
         self, state: list[History], sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, list[History]]:
         found = [self._lookup(history, limit) for history, limit in zip(state, max_tokens, strict=True)]
-        return Proposal(pad_rows(found), ints(list(map(len, found)), torch.device("cpu")), PointMass()), state
+        return Proposal(pad_rows(found), ints(list(map(len, found))), PointMass()), state
 
     def commit(
         self, state: list[History], emitted: Sequence[Sequence[int]], features: Tensor | None = None

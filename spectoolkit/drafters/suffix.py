@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from spectoolkit.datatypes import DraftLaw, DraftNoise, PointMass, Proposal
@@ -71,7 +70,7 @@ class SuffixDrafter:
         self, state: list[SuffixAutomaton], sampling: SamplingState, max_tokens: Sequence[int], noise: DraftNoise
     ) -> tuple[Proposal, list[SuffixAutomaton]]:
         drafts = [self._continue(sequence, budget) for sequence, budget in zip(state, max_tokens, strict=True)]
-        return Proposal(pad_rows(drafts), ints(list(map(len, drafts)), torch.device("cpu")), PointMass()), state
+        return Proposal(pad_rows(drafts), ints(list(map(len, drafts))), PointMass()), state
 
     def commit(
         self, state: list[SuffixAutomaton], emitted: Sequence[Sequence[int]], features: Tensor | None = None

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from spectoolkit.functional.ragged import places
+from spectoolkit.functional.ragged import fit_vocabulary, places
 
 TYPICAL_TOLERANCE = 1e-5
 """A probability that exceeds the typical threshold by no more than this, relatively, counts as equal to it: above the
@@ -55,7 +54,7 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
     p itself where (p - q)+ is empty, as happens by rounding when p and q are equal but for their last digits.
     """
-    difference = target_probs - _fitted(draft_probs, target_probs.shape[-1])
+    difference = target_probs - fit_vocabulary(draft_probs, target_probs.shape[-1], 0.0)
     return _or_else(difference.clamp_(min=0), target_probs)
 
 
@@ -71,14 +70,6 @@ def without(weights: Tensor, tokens: Tensor) -> Tensor:
     """Weights [..., V] with that of `tokens` [...] set to 0; -1 takes nothing away."""
     index = tokens.clamp(0, weights.shape[-1] - 1)[..., None]
     return weights.scatter(-1, index, torch.where(tokens[..., None] == index, 0, weights.gather(-1, index)))
-
-
-def _fitted(probs: Tensor, vocab_size: int) -> Tensor:
-    """Rows [..., V'] as [..., V]: missing ids have no probability, others are cut off."""
-    missing = vocab_size - probs.shape[-1]
-    if missing > 0:
-        return pad(probs, (0, missing))
-    return probs if missing == 0 else probs[..., :vocab_size]
 
 
 def _or_else(weights: Tensor, otherwise: Tensor) -> Tensor:
@@ -97,12 +88,12 @@ def probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def both_probs_of(one: Tensor, other: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """As `probs_of` for two of rows [..., V] and [..., V'], each in its own type."""
+    """`probs_of` two of rows [..., V] and [..., V'], in fewer operations where both are as wide."""
     if one.shape[-1] != other.shape[-1]:
         return probs_of(one, tokens), probs_of(other, tokens)
     index = tokens.clamp(0, one.shape[-1] - 1)
     at, is_outside = index.unsqueeze(-1), tokens != index
-    p, q = one.gather(-1, at).squeeze(-1), other.gather(-1, at).squeeze(-1)
+    p, q = one.gather(-1, at).squeeze(-1).double(), other.gather(-1, at).squeeze(-1).double()
     return p.masked_fill_(is_outside, 0), q.masked_fill_(is_outside, 0)
 
 
@@ -121,7 +112,7 @@ def sparse_row(ids: Tensor, probs: Tensor, vocab_size: int) -> Tensor:
 def residual_mass(target_probs: Tensor, draft_probs: Tensor, scale: Tensor) -> Tensor:
     """Sum [...] float64 over x of (s p(x) - q(x))+ for rows [..., V] and `scale` s [...]."""
     scaled = target_probs * scale[..., None].to(target_probs.dtype)
-    draft_probs = _fitted(draft_probs, target_probs.shape[-1])
+    draft_probs = fit_vocabulary(draft_probs, target_probs.shape[-1], 0.0)
     return scaled.sub_(draft_probs).clamp_(min=0).sum(-1, dtype=torch.float64)
 
 

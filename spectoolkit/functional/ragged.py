@@ -1,4 +1,7 @@
-"""Rows of different lengths in one tensor: [B, N] ids, left-aligned, -1 behind the end of each row."""
+"""Rows of different lengths in one tensor: [B, N] ids, left-aligned, -1 behind the end of each row.
+
+And rows of different vocabularies; numbers of the host on a device.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def filled(count: int, value: int, device: torch.device) -> Tensor:
         return torch.full((count,), value, device=device)
 
 
-def ints(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def ints(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device = _HOST) -> Tensor:
     """Numbers of the host [B] or [B, N], int64, on `device`, without waiting for what runs there."""
     return to_device(torch.tensor(values, dtype=torch.int64), device)
 
@@ -60,6 +63,14 @@ def unpad_rows(rows: Tensor) -> list[list[int]]:
 def row_lengths(rows: Tensor) -> Tensor:
     """[B] number of ids in each row of [B, N]."""
     return (rows != PAD).sum(-1)
+
+
+def fit_vocabulary(rows: Tensor, vocab_size: int, missing: float) -> Tensor:
+    """Rows [..., V'] as [..., V]: ids that they lack get the number `missing`, ids behind V are cut off."""
+    num_missing = vocab_size - rows.shape[-1]
+    if num_missing > 0:
+        return torch.nn.functional.pad(rows, (0, num_missing), value=missing)
+    return rows if num_missing == 0 else rows[..., :vocab_size]
 
 
 def repeated(num_rows: int, times: int) -> list[int]:

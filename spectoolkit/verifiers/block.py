@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from spectoolkit.datatypes import DraftLaw, PointMass, Proposal, Uniforms, Verdict
-from spectoolkit.functional.acceptance import emitted_block, is_drafted, probs_of, take
+from spectoolkit.functional.acceptance import emitted_block, is_drafted, take
 from spectoolkit.functional.conditional import GivenOutput, given_match, ratio
 from spectoolkit.functional.draw import draw
 from spectoolkit.functional.renewal import product_of_factors, running_minimum
-from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, residual_at, residual_masses
+from spectoolkit.verifiers.draft_law import KNOWN_LAWS, both_probs, residual_at, residual_masses
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Block:
         """
         tokens, lengths = proposal.tokens, proposal.lengths
         drafted = is_drafted(lengths, tokens.shape[1])
-        p, q = probs_of(target_probs[:, :-1], tokens), draft_prob(proposal)
+        p, q = both_probs(target_probs, proposal)
 
         joint = self._joint_ratio(p, torch.where(drafted, q, 1))
         missing = residual_masses(target_probs[:, :-1], proposal, joint[:, :-1])

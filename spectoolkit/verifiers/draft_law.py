@@ -47,9 +47,7 @@ def draft_prob(proposal: Proposal) -> Tensor:
 
 
 def both_probs(target_probs: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor]:
-    """p_i(x_i) and q_i(x_i) [B, K] of the drafted tokens; anything past a proposal's length.
-
-    In the type of their rows where both have V ids, else in float64.
+    """p_i(x_i) and q_i(x_i) [B, K] float64 of the drafted tokens; anything past a proposal's length.
 
     Raises:
         ContractError: as `draft_prob`.
@@ -62,6 +60,7 @@ def both_probs(target_probs: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor
 
 
 def _checked(prob: Tensor, proposal: Proposal) -> Tensor:
+    """q(x), which a drafted token must have."""
     # Elsewhere asking would wait for the device: there the loop asks, with the one copy of a step (`kernels.judge`).
     if prob.is_cpu and not all_positive(prob) and foreign(prob, proposal).any():
         raise foreign_token()

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from spectoolkit.datatypes import DraftLaw, PointMass, Proposal, Uniforms, Verdict
 from spectoolkit.errors import UsageError
-from spectoolkit.functional.acceptance import is_drafted, probs_of
+from spectoolkit.functional.acceptance import is_drafted
 from spectoolkit.functional.conditional import GivenOutput, given_match, given_rejection
 from spectoolkit.functional.emission import mixture_law
 from spectoolkit.functional.renewal import product_of_factors
-from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, residual_at
+from spectoolkit.verifiers.draft_law import KNOWN_LAWS, both_probs, residual_at
 from spectoolkit.verifiers.prefix import prefix_verdict
 
 
@@ -70,7 +70,7 @@ class Mixture:
         """
         tokens, w = proposal.tokens, self.draft_weight
         drafted = is_drafted(proposal.lengths, tokens.shape[1])
-        p, q = probs_of(target_probs[:, :-1], tokens), draft_prob(proposal)
+        p, q = both_probs(target_probs, proposal)
         accepted = drafted & (uniforms.accept * q < (1 - w) * p + w * q) & (tokens < target_probs.shape[-1])
         # p_w - q = (1 - w) (p - q): the residual has the weights of rejection's.
         return prefix_verdict(accepted, target_probs, proposal, uniforms, residual_at)

@@ -15,7 +15,7 @@ from spectoolkit.datatypes import Chains, Dense, Proposal, TopM, Uniforms, Verdi
 from spectoolkit.errors import ContractError
 from spectoolkit.functional.acceptance import emitted_block, is_drafted, probs_of, take
 from spectoolkit.functional.noise import position_uniforms
-from spectoolkit.verifiers.draft_law import KNOWN_LAWS, draft_prob, residual_at, rest_without_draft
+from spectoolkit.verifiers.draft_law import KNOWN_LAWS, both_probs, residual_at, rest_without_draft
 from spectoolkit.verifiers.prefix import prefix_verdict, ratio_test
 from spectoolkit.verifiers.recursive import Recursive
 from spectoolkit.verifiers.rejection import Rejection
@@ -122,7 +122,7 @@ class WholeBlock:
     def verify(self, target_probs: Tensor, proposal: Proposal, uniforms: Uniforms) -> Verdict:
         """See `interfaces.Verifier`."""
         drafted = is_drafted(proposal.lengths, proposal.tokens.shape[1])
-        p, q = probs_of(target_probs[:, :-1], proposal.tokens), draft_prob(proposal)
+        p, q = both_probs(target_probs, proposal)
         joint = torch.where(drafted, p, 1).prod(-1, keepdim=True)
         accepted = drafted & (uniforms.accept[:, :1] * torch.where(drafted, q, 1).prod(-1, keepdim=True) < joint)
         return prefix_verdict(accepted, target_probs, proposal, uniforms, residual_at)

@@ -114,6 +114,20 @@ def test_probabilities_of_tokens() -> None:
     assert poisoned.tolist() == [0]
 
 
+@pytest.mark.parametrize("width", [2, 3, 5])
+def test_probabilities_in_two_rows_are_those_in_each(width: int) -> None:
+    rows, others = torch.rand(4, 3), torch.rand(4, width).half()
+    tokens = torch.tensor([0, width - 1, 7, -1])
+    for found, of in zip(acceptance.both_probs_of(rows, others, tokens), (rows, others), strict=True):
+        assert found.dtype == torch.float64
+        assert torch.equal(found, acceptance.probs_of(of, tokens))
+
+
+def test_all_positive() -> None:
+    for values, expected in (([0.1, 2.0], True), ([0.1, 0.0], False), ([0.1, torch.nan], False), ([], True)):
+        assert acceptance.all_positive(torch.tensor(values)) is expected
+
+
 @pytest.mark.parametrize(
     ("probs", "expected"),
     [
@@ -150,3 +164,4 @@ def test_emitted_block() -> None:
 def test_take() -> None:
     rows = torch.arange(12).view(2, 3, 2)
     assert acceptance.take(rows, torch.tensor([2, 0])).tolist() == [[4, 5], [6, 7]]
+    assert acceptance.take(rows[1:], torch.tensor([2])).tolist() == [[10, 11]]
